@@ -1,5 +1,6 @@
 """The GPUs of this process: which it takes, which physical GPU is behind a device, and whether NCCL can connect them.
 
+Finds the physical GPU behind a TensorFlow device, and whether NCCL can connect the GPUs of some replicas.
 `NCCL_MULTI_RANK_GPU_ENABLE=1` lets several replicas use NCCL on one physical GPU (NCCL 2.30 and later). Parts of a GPU that MIG
 has cut need it. It is NCCL's own variable, so it is not one of this package.
 """

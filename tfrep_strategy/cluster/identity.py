@@ -8,6 +8,7 @@ import os
 import random
 from collections.abc import Iterator, Sequence
 
+from tfrep_strategy.cluster import events
 from tfrep_strategy.cluster.environments import identity_variables
 from tfrep_strategy.cluster.hardware import MOST_SHARING, SHARES_MEMORY, gpus_are_visible, problem_of_sharing
 from tfrep_strategy.cluster.horovod.gloo import on_this_machine
@@ -25,9 +26,9 @@ from tfrep_strategy.errors import ConfigurationError, message, warn
 
 RUN_VARIABLES = (
     "TFREP_STRATEGY", "TFREP_COMMUNICATOR", "TFREP_NUM_REPLICAS", "TFREP_BACKUP_DIR", "TFREP_PROGRESS_DIR", "TFREP_PROFILE",
-    "TFREP_PROFILE_DIR",
+    "TFREP_PROFILE_DIR", events.VARIABLE,
 )  # fmt: skip
-"""What a run tells its processes about the strategy that they are to make, its backups and its profile."""
+"""What a run tells its processes about the strategy that they are to make, its backups, its profile and what it tells of itself."""
 
 
 def horovod_is_installed() -> bool:

@@ -1,5 +1,6 @@
 """Names and order of collectives: both depend on the structure of the program only, and are the same on all ranks.
 
+Names for collectives that depend on the structure of the program only.
 Transports match the collectives of different ranks by name. A counter would fail: a rank whose last batch has another
 shape retraces a `tf.function` that the others do not retrace, and counts differently from then on. The rank may also reuse
 the trace of an inner function, so the functions around a function are not part of its name, and functions are not counted.

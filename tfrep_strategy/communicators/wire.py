@@ -1,8 +1,10 @@
 """How tensors travel: many as few, floats in 16 bits or as integers of the same order, strings as bytes.
 
+Gradients as 16-bit floats on the wire: half the bytes of float32, with sums in float32.
 A reduction in 16 bits rounds after each addition. Here each rank sums one part of the tensor in float32 instead: the ranks exchange
 parts, add, and gather the sums, which is the ring all-reduce's traffic with half the bytes. All ranks get the same bits.
 
+Floats as integers of the same order, for transports whose least and largest floats may lose NaN.
 With IEEE 754, floats that are not negative have the order of their bits. Those of negative ones count down, so they are flipped.
 NaN becomes the integer that wins: the largest for "max", the least for "min". Both are bits of a NaN again.
 """

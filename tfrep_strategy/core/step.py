@@ -2,6 +2,7 @@
 
 `keras_integration` knows strategies through this module alone, so that strategies import it and not the other way round.
 
+The rule by which the values of the replicas make up the value of one device.
 One device computes the mean over the `n` examples of a batch. Replica r has `n_r` of them, and computes the mean over these. Its
 *share* is `share_r = n_r / n`, and
 

@@ -8,7 +8,6 @@ of one device; what lies above it is computed for the own examples only.
 Shuffles other elements as a data set of the user's shuffles its own.
 
 Reads the own part of batches whose sizes are known beforehand.
-
 TensorFlow optimizes each function of a pipeline whenever an iterator starts, in every epoch and every process: 2 to 7 ms of CPU
 time for a function of more than three operations. What is known beforehand therefore stands in data sets, not in functions.
 """

@@ -1,10 +1,12 @@
 """Ends data pipelines without a long wait, and before Python exits.
 
+Ends the data pipeline of an iterator without a long wait.
 Each pipeline has a thread that tunes it, after 10 ms, 20 ms, 40 ms, ..., at last once a minute. When TensorFlow ends a
 pipeline, it wakes this thread first and marks the pipeline as cancelled afterwards. A thread that looks for the mark too
 early sleeps again. The end of the pipeline then waits for it, up to the pipeline's age, and at most a minute. On a busy
 machine this happens at every third to fifth end.
 
+Ends data pipelines before Python exits.
 A pipeline that calls Python (a generator, `tf.numpy_function`, a `PyDataset`) reads ahead in a thread of TensorFlow. When
 Python exits, it ends each thread that wants to run Python code. The pipeline would wait for its thread forever, and the
 process would never end.

@@ -1,5 +1,6 @@
 """What the functions of a pipeline do with its rows: which may run on a part of them, and which only one call after the other.
 
+Maps whose calls draw random numbers, or change something: called one after the other, so that all processes get the same.
 TensorFlow gives the numbers of one generator to the calls of a map as they come. With several calls at once (`num_parallel_calls`)
 each process would give an example other numbers. With one call at a time they are those of `num_parallel_calls=None`.
 """

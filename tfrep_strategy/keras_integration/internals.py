@@ -24,10 +24,13 @@ misfits: list[str] = []
 
 @functools.cache
 def place(target: str) -> str:
-    """Returns where this Keras has something.
+    """Finds where this Keras has something.
 
     Args:
         target: `module` or `module:name` below `keras.src`, as in Keras 3.16; `name` may be one of a class, as `Class.method`.
+
+    Returns:
+        The same, or what Keras had before; the same, too, if this Keras has neither.
 
     Example:
         >>> place("trainers.trainer:BaseTrainer.compile")

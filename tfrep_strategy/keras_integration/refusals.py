@@ -1,9 +1,12 @@
 """Objects made outside the scope, by Keras 2, TensorFlow 1 or Horovod, and programs that forget the scope: told before they train.
 
+Training outside all scopes, in a process whose strategy has several replicas: the program has forgotten the scope.
 Several ranks would each train a model of their own. In one process, one device would do all of the work.
 
+Models, optimizers, metrics and variables that were made outside the scope in which they are to train.
 What no strategy has made is one set of variables that all replicas change, or one on each process that nobody else sees.
 
+Models and optimizers of `tf_keras`, which is Keras 2, refuse to work under the strategies of this package.
 Keras 2 aggregates losses, gradients and predictions as TensorFlow's own strategies need it. Here its results would be wrong. Where
 no strategy of this package takes part, `tf_keras` works as ever. It is never imported here.
 """

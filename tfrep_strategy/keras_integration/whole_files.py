@@ -1,7 +1,9 @@
 """Files are whole or not there, whatever writes them: beside their place first, then brought to the disk, and moved there.
 
+A file has its name once it is complete: it is written beside its place, brought to the disk, and moved there.
 A process that is killed, or a disk that is full, leaves the file that was there before.
 
+HDF5 writes through a file of Python, so that a full disk is an error.
 HDF5 cannot close a file that it cannot write: it leaves an object that ends Python with SIGSEGV when it is touched or freed. So
 HDF5 never hears of a failure; the error is raised when HDF5 is done.
 """

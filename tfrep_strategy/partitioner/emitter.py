@@ -1,9 +1,8 @@
 """Runs the program of a replica for the replicas of this process, in the graph that is being built.
 
-All replicas run one program. Its nodes between two levels of collectives are one segment (`emitter.py`).
+All replicas run one program. Its nodes between two levels of collectives are one `Segment`.
 
 Segments: nodes of a program as one TensorFlow function, which is made once and called for each replica with its own arguments.
-
 It is written as a `FunctionDef`, without a graph.
 """
 

@@ -1,7 +1,6 @@
 """The program that every replica runs: nodes that become TensorFlow functions, with collectives between them.
 
 Which operations give all ranks the same bits, given the same inputs, whatever the number of their threads.
-
 A kernel that adds up many numbers divides them among its threads, so that ranks with other numbers of threads round otherwise.
 What each rank computes of it by itself, such as its copy of a variable, would drift apart. It is made equal where it is used
 (`Values.agreed`).

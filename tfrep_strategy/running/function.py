@@ -1,7 +1,6 @@
 """Runs a Python function on several replicas, from a notebook or a script.
 
 Pickles functions by value, and lets them keep the file and the lines that they were written in.
-
 Two things need those in the process where a function arrives: AutoGraph, which reads a function's source to convert
 its loops, and tracebacks. cloudpickle 3.1.3 replaces the file of every function that it pickles by value, and the cells
 of a notebook are no files at all.

@@ -1,7 +1,6 @@
 """A run on several hosts that is started on one. A launcher on each of them is started through ssh, and told all through pipes.
 
 A process on a host, reached through ssh or on this machine: what it is told, what it tells, and its output.
-
 It is told lines of JSON through its standard input. It tells such lines through its standard output, each after a mark that only it
 and this process know. What stands between them is output, which is shown.
 """

@@ -408,7 +408,7 @@ def run_to_end(
         more_environ = profile_environ(options.profile, profile_dir)
         if backup_dir is not None:
             more_environ |= backup_dir.environ
-        own_seed, told = common_hash_seed(), happenings.Events(log_dir / happenings.FILE)
+        own_seed = common_hash_seed()
         last: Round | None = None
         keep_profile_dir(note_dir, profile_dir)
         for this in rounds or rounds_here(events, options.max_restarts, backup_dir):
@@ -416,10 +416,13 @@ def run_to_end(
             clear_notes(note_dir)
             ranks = range(this.first_rank, this.first_rank + (1 if options.strategy == "mirrored" else options.size))
             own_logs = {rank: log_dir / f"rank{rank}.log" for rank in ranks}
+            # Launchers of several machines may have one folder for their logs.
+            file = (log_dir / happenings.FILE).absolute() if this.first_rank == 0 else None
+            told = happenings.Events(file)
             if this.number == 0:
-                remove_logs([*own_logs.values(), log_dir / happenings.FILE])
+                remove_logs([*own_logs.values(), *filter(None, [file])])
             told.tell("restart" if this.number else "start", number=this.number, ranks=list(ranks))
-            of_first = {happenings.VARIABLE: str((log_dir / happenings.FILE).absolute())} if this.first_rank == 0 else {}
+            of_first = {happenings.VARIABLE: str(file)} if file else {}
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             more_environ["PYTHONHASHSEED"] = this.nodes.hash_seed if this.nodes else own_seed
             with _output_shown(options, this, own_logs), _commands(options, arguments, this, more_environ, of_first) as commands:
@@ -444,7 +447,8 @@ def run_to_end(
         failure = last.failure if last else None
         if failure is None and backup_dir is not None and last and last.first_rank == 0 and not last.keeps_backups:
             backup_dir.remove_backups()
-        told.tell("end", exit_code=failure.exit_code if failure else 0)
+        if last:
+            told.tell("end", exit_code=failure.exit_code if failure else 0)
         if last and failure is not None:
             raise RunFailed(last.story, failure, log_dir)
 

@@ -1,8 +1,10 @@
 """Operations of TensorFlow that act otherwise in replicas: branches, loops that draw, pads of no rows, cache files.
 
+Branches that call collectives (`tf.cond`, `tf.switch_case`), in replicas of one process: all of them take the same one.
 Replicas that decide otherwise get an error, since they would wait for each other for ever. A branch with collectives of a group is
 left to its members, who have to decide alike.
 
+Loops of the graph whose rounds draw random numbers: on several processes a round begins when the one before has ended.
 Rounds of a loop may run at once (`parallel_iterations`), and TensorFlow orders all that has effects but draws. Their numbers
 would go to the rounds as they come, on each process otherwise.
 """

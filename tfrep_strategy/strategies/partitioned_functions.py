@@ -3,11 +3,9 @@
 Where a tensor is cut decides how fast a function is, and never what it gives. So a function may be cut wherever that helps.
 
 What functions that replicas share read themselves, by `for x in data` and `next(iterator)`.
-
 Each process reads all batches, and a replica takes its rows of each.
 
 The user's own `tf.function`s that train, called in the scope of a strategy: its replicas share their work.
-
 A call is that of a `PartitionedFunction` if eager code makes it outside of replicas, and if the function gets or draws rows and
 writes variables. All others stay what they are: exports, functions with `strategy.run` in them, those of libraries.
 """

@@ -1,5 +1,6 @@
 """The replica contexts of our strategies, and the state of the calling thread in the threads of replicas.
 
+Copies the state of the calling thread to the threads of the replicas of one process.
 TensorFlow copies graphs, devices, name and variable scopes, and the state of summaries. This module adds the state of
 Keras, Python's context variables, and TensorFlow's own `threading.local`s.
 """

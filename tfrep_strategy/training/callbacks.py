@@ -1,5 +1,6 @@
 """Callbacks for Keras's `fit`, under every strategy and under none, and the learning rate of larger batches.
 
+The learning rate of larger batches: scaled with the number of replicas, and reached step by step.
 Goyal et al., Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour, arXiv:1706.02677.
 """
 

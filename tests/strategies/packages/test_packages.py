@@ -74,6 +74,14 @@ def test_studies_of_optuna(tmp_path: Path, storage: str) -> None:
     assert {state for _, state, *_ in study} <= {"COMPLETE", "PRUNED"}
 
 
+def test_a_trial_that_fails_on_all_ranks_is_a_failed_trial(tmp_path: Path) -> None:
+    """Their errors say it in other words."""
+    pytest.importorskip("optuna")
+    chief, other = _of_ranks(tmp_path, "studies.py", "fails on all")
+    assert chief == other
+    assert [state for _, state, *_ in chief[0]].count("FAIL") == 1
+
+
 def test_a_trial_that_fails_on_one_rank(tmp_path: Path) -> None:
     pytest.importorskip("optuna")
     script = str(_SCRIPTS / "studies.py")

@@ -1,5 +1,6 @@
 """Which steps of a run are traced, how its processes are asked to trace themselves, and the command that asks.
 
+How the processes of a run on this machine are asked to trace themselves: by a file in a folder of their user.
 Each process has a thread that looks for the file twice a second, and traces for as long as the file is there. So a step costs
 nothing, and no port is open. Only those who answer load TensorFlow.
 """

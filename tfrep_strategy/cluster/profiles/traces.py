@@ -1,5 +1,6 @@
 """A trace of this process: how it is made, and what it says the process did and waited for.
 
+Reads a trace: what a process did in the traced time, and what it waited for.
 TensorFlow writes an event for each operation. An asynchronous one, such as a collective, has one when it starts and one when it
 is done. A moment belongs to the first of these that is true of it: an operation computes, a collective is under way, a step waits
 for its batch, a tensor is on its way from or to another device or process. Else the process is idle.

@@ -1,5 +1,6 @@
 """Connections between the processes of a run: addresses, machines that are lost without a word, forked children.
 
+TensorFlow waits for a machine that has disappeared without closing its connections, such as one behind a cut cable, for ever.
 TensorFlow cannot be told to check its connections. So they are found among the descriptors of this process, and the system checks
 them: a connection to a lost machine is closed, and TensorFlow notices that.
 """

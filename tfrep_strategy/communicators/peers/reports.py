@@ -1,5 +1,6 @@
 """What ranks are about to call and to run, described so that rank 0 can compare it.
 
+Programs that ranks are about to run, and functions that they call, which rank 0 compares. No rank waits for one that runs none.
 A rank sends a digest of its program under a name, and gets an answer from rank 0 at once. If the digest is another one than that of
 the first rank with such a program, both send the lines of theirs, and all ranks get an error with the first that differs.
 """

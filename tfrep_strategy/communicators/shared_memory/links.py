@@ -3,6 +3,7 @@
 None of it has a name: sockets and memory go from process to process as open descriptors. So nothing is left of ranks that were
 killed.
 
+How the ranks of one machine find each other: rank 0 listens on a socket of the machine, which no network reaches.
 The socket has a name in the kernel, which ends with the socket. Every user of the machine can connect, but the kernel tells each
 end whose process the other one is.
 """

@@ -6,7 +6,6 @@ the one before has the names that end in ".bkp". Whatever a kill leaves, one of 
 At an address, where nothing can be renamed, backups are `Generations`.
 
 Backups at an address, such as `gs://bucket/run`, where nothing can be renamed: each is a folder of its own, a *generation*.
-
 The weights are written first. The metadata comes last, and is the marker: it has their checksum. What has no marker is no backup.
 Older generations are removed when the new one has its marker.
 """

@@ -1,7 +1,9 @@
 """What training goes on from beside weights: what callbacks and other optimizers remember, and what files of weights are without.
 
+Optimizers that a model has beside the one it was compiled with, such as those of a GAN.
 Their slots belong to a backup. Keras makes them in the first step, which is too late: a file is read before.
 
+State of a model that its files of weights are without, and that training goes on from.
 These are the generators of layers that draw random numbers, Keras's own generator, and what recurrent layers with `stateful=True`
 keep from batch to batch.
 """

@@ -3,7 +3,6 @@
 Whether code that reads data has drawn random numbers: then all of an epoch has to be read for the next one to be the same.
 
 Python generators, of which no batch is lost or taken twice by read-ahead.
-
 Keras reads a generator through a pipeline that reads ahead, and drops what it has read when the next `fit` or `evaluate` makes
 another pipeline. How much that is depends on time, and so each rank would go on with another batch.
 """

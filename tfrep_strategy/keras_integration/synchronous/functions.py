@@ -1,5 +1,6 @@
 """Train, test and predict functions whose steps are traced once, as one device's, and what they return as logs.
 
+Train and test functions whose steps are traced once, as one device's, and partitioned: `strategy.run` does it.
 Where replicas have batches of their own that make no global one, each of them runs the step on its own.
 """
 

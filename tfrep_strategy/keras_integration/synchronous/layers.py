@@ -1,8 +1,10 @@
 """Layers, losses and metrics in replicas that run a step of their own, and the state that layers keep.
 
+Losses that compare the rows of a batch with each other: they see the rows of all replicas.
 Their value on a part of a batch says nothing about their value on the whole, so that no weighing could make it right.
 Every replica computes the loss of the global batch instead, from rows that were gathered with their gradients.
 
+Losses and metrics in replicas: in loops written for them, and in steps that weigh by examples.
 In a loop of the user's own gradients are summed, as under TensorFlow's strategies, and a mean divides by the count of all replicas.
 In a step whose replicas have batches of their own, a loss is the mean over the replica's examples, and its share (`core/step.py`)
 weighs the gradient later (`optimizer.py`). A step of one device needs none of this.

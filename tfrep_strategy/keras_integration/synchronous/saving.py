@@ -1,5 +1,6 @@
 """Saving: every process may ask for the same file, and one writes it.
 
+`tf.train.Checkpoint` and `tf.saved_model.save`: of several processes that save to a path, one writes it.
 Files of a checkpoint are on the disk before they are named.
 """
 

@@ -1,7 +1,9 @@
 """What Keras keeps for each thread, and what threads call beside the one that trains.
 
+What threads call beside the one that trains, as a web service that predicts, or a timer that saves.
 Nobody can order such calls between ranks. So each rank answers them alone, as one device, without a collective.
 
+What Keras keeps for each thread: scopes, settings and names.
 Each replica of one process has a thread. It starts with a copy of the state of the thread that runs the strategy, since a
 replica may stop inside a scope while another one runs. The caller is left with what the first replica leaves behind, as it
 would be after one device.

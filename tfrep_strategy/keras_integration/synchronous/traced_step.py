@@ -1,7 +1,6 @@
 """What the trace of a step does otherwise than Keras: gradients are marked, sharded state has parts, layers are placed.
 
 Batch normalization with the statistics of each replica's own rows: `batch_statistics="replica"`.
-
 No replica waits for another one in a layer. The answer is no longer that of one device: it depends on the number of replicas.
 
 Keras layers on the logical devices of a replica, for models that were not written for it.

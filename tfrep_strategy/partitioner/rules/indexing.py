@@ -1,5 +1,6 @@
 """Slices, gathers and scatters, and rows that data choose.
 
+Rows that data choose, such as those where a mask is true: each replica goes on with those that it has chosen of its own.
 How many they are is known when the step runs. Replicas send these numbers where something asks for their sum, as a mean does.
 """
 

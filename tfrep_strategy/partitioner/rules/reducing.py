@@ -1,7 +1,6 @@
 """Operations that reduce axes, or run along one.
 
 Sums of deviations, and of their squares, from a value that the replicas have yet to find, such as the variance of a batch.
-
 A replica could wait for the value, and send what it finds then. It sends sums of its own rows at once instead, from which all can
 tell what the squared deviations from any value add up to: `sum (x - m)^2 = sum x^2 - 2 m sum x + m^2 n`. So the mean and the
 variance of a batch cost one round of collectives.
@@ -10,7 +9,6 @@ Squares of large values would cancel each other. They are taken from the mean of
 64 bits (T. F. Chan, G. H. Golub, R. J. LeVeque: Updating formulae and a pairwise algorithm for computing sample variances, 1979).
 
 Softmaxes along the axis of the rows, as where the rows of a batch are compared with each other.
-
 Replicas send the largest value and the sum of the exponentials of their own rows: one number for each of the other axes, and not
 the rows.
 """

@@ -12,9 +12,8 @@ from tfrep_strategy.core.replacements import Replacements
 from tfrep_strategy.errors import UnsupportedVersionError, warn
 
 _WITH_TABLES = ("keras_tuner", "optuna", "mlflow")
-_SWITCHES = {"WANDB_MODE": "disabled", "COMET_MODE": "disabled", "NEPTUNE_MODE": "debug"}
+_SWITCHES = {"WANDB_MODE": "disabled"}
 """Variables by which trackers are told to report nothing."""
-
 
 _made: list[Replacements] = []
 

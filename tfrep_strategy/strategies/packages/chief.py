@@ -19,7 +19,10 @@ def is_chief() -> bool:
 
 
 def is_deciding() -> bool:
-    """Returns whether this thread decides for all at this moment, so that it must not ask the other ranks.
+    """Tells whether this thread decides for all at this moment, so that it must not ask the other ranks.
+
+    Returns:
+        Whether it does.
 
     Example:
         >>> is_deciding(), of_chief(is_deciding)
@@ -29,10 +32,13 @@ def is_deciding() -> bool:
 
 
 def of_chief(decide: Callable[[], T]) -> T:
-    """Returns on all ranks what a function returns on rank 0, which alone calls it. All ranks must come here.
+    """Lets rank 0 decide for all. All ranks must come here.
 
     Args:
-        decide: Returns what can be pickled.
+        decide: What rank 0 alone calls. Its result can be pickled.
+
+    Returns:
+        That result, on all ranks.
 
     Raises:
         PeerError: The function failed on rank 0. Raised on the other ranks; rank 0 gets its own error.
@@ -61,12 +67,13 @@ def of_chief(decide: Callable[[], T]) -> T:
     return decided
 
 
-def refuse_different_ends(what: str, end: str) -> None:
+def refuse_different_ends(what: str, end: str, error: str = "") -> None:
     """Compares how something has ended on the ranks, which have all done it.
 
     Args:
         what: What it was, as "Trial 3".
-        end: How it has ended on this rank, as "COMPLETED", or an error in one line.
+        end: How it has ended on this rank, as "COMPLETED" or "ValueError".
+        error: What the error said. Ranks that fail alike may say it otherwise, as with numbers of processes in it.
 
     Raises:
         PeerError: It has ended otherwise on some ranks. Raised on all.
@@ -74,14 +81,15 @@ def refuse_different_ends(what: str, end: str) -> None:
     Example:
         >>> refuse_different_ends("Trial 3", "COMPLETED")
     """
-    ends = process_communicator().all_gather_object(end)
+    ends, errors = zip(*process_communicator().all_gather_object((end, error)), strict=True)
     if len(set(ends)) > 1:
         other = next(rank for rank, each in enumerate(ends) if each != ends[0])
+        told = [": ".join(filter(None, each)) for each in zip(ends, errors, strict=True)]
         raise PeerError(
             message(
                 f"{what} has not ended alike on all ranks.",
                 hint=f"look at the error of the rank that has one. What only rank {other} has, such as a file, is a usual cause.",
-                rank_0=ends[0],
-                **{f"rank_{other}": ends[other]},
+                rank_0=told[0],
+                **{f"rank_{other}": told[other]},
             )
         )

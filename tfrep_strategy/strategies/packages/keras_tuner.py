@@ -67,7 +67,7 @@ def _ended_alike(original: Callable[..., None]) -> Callable[..., None]:
         original(self, trial, *fit_args, **fit_kwargs)
         last_line = (trial.message or "").strip().rpartition("\n")[2]
         try:
-            refuse_different_ends(f"Trial {trial.trial_id}", f"{trial.status}: {last_line}" if last_line else trial.status)
+            refuse_different_ends(f"Trial {trial.trial_id}", trial.status, last_line)
         except TfrepError as error:  # On this rank the trial may be over while others are in the middle of it.
             error.add_note(trial.message or "")
             raise

@@ -32,7 +32,7 @@ def _of_chief_only(original: Callable[[Any], None]) -> Callable[[Any], None]:
 
 # fmt: off
 TABLE = Replacements(
-    Tested("mlflow", "3.0", "3.17"),
+    Tested("mlflow", "3.17", "3.17"),
     "MLflow",
     "Where runs go is a variable of a module of MLflow.",
     (

@@ -85,7 +85,7 @@ def _with_one_end(func: Callable[[Any], Any]) -> Callable[[Any], Any]:
         try:
             value = func(trial)
         except Exception as error:
-            refuse_different_ends(f"Trial {trial.number}", f"{type(error).__name__}: {error}")
+            refuse_different_ends(f"Trial {trial.number}", type(error).__name__, str(error))
             raise
         refuse_different_ends(f"Trial {trial.number}", "completed")
         return of_chief(lambda: value)

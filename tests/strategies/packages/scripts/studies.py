@@ -1,6 +1,7 @@
 """A study of Optuna that nothing has a seed for: pruned, stored, loaded again; and one that a clock ends."""
 
 import json
+import os
 import sys
 
 import keras
@@ -30,6 +31,8 @@ def objective(trial):
     units, rate = trial.suggest_int("units", 2, 6), trial.suggest_float("rate", 1e-3, 0.2, log=True)
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(units, "tanh"), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(rate), "mse")
+    if how == "fails on all" and trial.number == 1:
+        raise ValueError(f"process {os.getpid()} cannot")
     if how == "fails on one" and trial.number == 1 and not tfrep.is_chief():
         raise OSError("this rank has no disk")
     return model.fit(x, y, epochs=3, batch_size=16, shuffle=False, verbose=0, callbacks=[Reports(trial)]).history["loss"][-1]
@@ -39,7 +42,7 @@ address = "sqlite:///study.db"
 storage = {"url": address, "object": how == "object" and optuna.storages.RDBStorage(address)}.get(how)
 pruner = optuna.pruners.MedianPruner(n_startup_trials=1)
 study = optuna.create_study(storage=storage, study_name="a" if storage else None, pruner=pruner, load_if_exists=True)
-study.optimize(objective, n_trials=5, timeout=300)
+study.optimize(objective, n_trials=5, timeout=300, catch=(ValueError,))
 if storage:
     study = optuna.load_study(study_name="a", storage=storage, pruner=pruner)
     study.optimize(objective, n_trials=1)
