@@ -45,10 +45,10 @@ def test_what_other_hosts_get(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MINE", "NOT_MINE", "RANK", "HOROVOD_RANK", "HOROVOD_GLOO_IFACE", "TFREP_COMMUNICATOR"):
         monkeypatch.setenv(name, "eth7")
     options = Options(hosts="localhost:1,127.0.0.1:1", export=("MINE",))
-    given = hosts._given(options, ["script", "train.py"], 0)["environ"]
+    given = hosts._given(options, ["script", "train.py"])["environ"]
     assert {name for name, value in given.items() if value == "eth7"} == {"MINE", "HOROVOD_GLOO_IFACE"}
     with pytest.raises(tfrep.errors.ConfigurationError, match=r"cannot be exported.*export=\['RANK', 'TFREP_COMMUNICATOR'\]"):
-        hosts._given(replace(options, export=("RANK", "MINE", "TFREP_COMMUNICATOR")), ["script", "train.py"], 0)
+        hosts._given(replace(options, export=("RANK", "MINE", "TFREP_COMMUNICATOR")), ["script", "train.py"])
 
 
 def test_folders_that_take_no_files() -> None:
