@@ -7,6 +7,7 @@ they create belongs to the strategy all the same: it is made outside of the trac
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -274,12 +275,28 @@ class OneDeviceTrace:
         self._captured = [outer for outer, _ in graph.captures]
         _copy_from_first(map(_variable_of, self._captured))
         self._num_batch = len(of_batch)
+        self._specs = tf.nest.flatten(batch)
+        self._partition(graph, of_batch, keeps_rows)
+
+    def _partition(self, graph: Any, of_batch: Sequence[Given], keeps_rows: bool) -> None:
         given = [*of_batch, *map(_given, self._captured)]
         asked = verification()
-        local, replicas = strategy.extended.num_local_replicas, strategy.num_replicas_in_sync
+        local, replicas = self._strategy.extended.num_local_replicas, self._strategy.num_replicas_in_sync
         self.step = PartitionedStep(graph, given, local, replicas, keeps_rows, is_observed=asked is not None)
         self._watch = None if asked is None else self._watched(asked)
         self.without_rule = self.step.without_rule
+
+    def takes(self, specs: Sequence[Any]) -> bool:
+        """Returns whether it was traced for whatever has these specifications, each None for what stands for None."""
+        pairs = zip(specs, self._specs, strict=True)
+        return all(one is other or (None not in (one, other) and one.is_subtype_of(other)) for one, other in pairs)
+
+    def of_all_rows(self) -> OneDeviceTrace:
+        """Returns the same step, not traced again, as one that each replica computes for all rows."""
+        other = copy.copy(self)
+        other.__dict__.pop("run_without_batch", None)
+        other._partition(self.step.graph, [Given()] * self._num_batch, keeps_rows=False)
+        return other
 
     def run(self, rows: Sequence[OwnRows], batches: Sequence[Sequence[tf.Tensor]]) -> Results:
         """Runs it.
@@ -344,14 +361,14 @@ def _copy_from_first(variables: Iterable[Any]) -> None:
     with tf.init_scope():
         for variable in variables:
             if isinstance(variable, MirroredVariable):
-                for copy in variable.values[1:]:
-                    copy.assign(variable.values[0])
+                for other in variable.values[1:]:
+                    other.assign(variable.values[0])
 
 
 def _copies(captured: Any) -> list[Any]:
     """Returns what the replicas of this process have of what a step captures: one thing for all, or one for each."""
     variable = _variable_of(captured)
-    return [copy.handle for copy in variable.values] if isinstance(variable, DistributedVariable) else [captured]
+    return [each.handle for each in variable.values] if isinstance(variable, DistributedVariable) else [captured]
 
 
 def _given(captured: Any) -> Given:

@@ -65,7 +65,9 @@ class PartitionedSteps:
         def in_rows() -> list[tf.Tensor]:
             return of(self._in_rows, shards._replace(parts=tf.nest.map_structure(_of_any_rows, shards.parts)))
 
-        tensors = tf.cond(shards.alike, in_rows, lambda: of(self._of_all, shards))
+        # TensorFlow optimizes and places a function that is not inlined when it first runs. Most data never needs this one.
+        whole = tf.function(lambda: of(self._of_all, shards), autograph=False, experimental_attributes={"_noinline": True})
+        tensors = tf.cond(shards.alike, in_rows, whole)
         return made[0]._replace(tensors=tensors).whole_results()
 
     def _eagerly(self, fn: Callable[[Any], Any], shards: Shards) -> Any:
@@ -134,7 +136,10 @@ class PartitionedSteps:
         tensors = [x for x in tf.nest.flatten(batch, expand_composites=True) if x is not None]
         traced = self._traced.get(key)
         if traced is None:
-            traced = self._traced[key] = OneDeviceTrace(self._strategy, fn, specs, [Given()] * len(tensors))
+            leaves = tf.nest.flatten(specs)
+            of_rows = next((each for each in self._traced.values() if each is not None and each.takes(leaves)), None)
+            new = OneDeviceTrace(self._strategy, fn, specs, [Given()] * len(tensors)) if of_rows is None else of_rows.of_all_rows()
+            traced = self._traced[key] = new
             self._compare(key)
         rows = self._rows(shards, with_start=self._keeps_rows)
         results = traced.run(rows, [tensors] * len(shards.parts))
