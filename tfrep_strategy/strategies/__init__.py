@@ -1,4 +1,4 @@
-"""The strategies. Importing them replaces what `replaced.py` names; `REPLACED.uninstall()` makes TensorFlow what it was."""
+"""The strategies. Importing them replaces what `replaced.py` names; `REPLACED.uninstall()` restores TensorFlow."""
 
 import tensorflow as tf
 

@@ -1,4 +1,4 @@
-"""What the synchronous strategies show their users: steps, groups, and settings of gradients and checks."""
+"""The common part of the synchronous strategies: steps, groups, and settings of gradients and checks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class SynchronousStrategy(HasOneReplica, ShowsNewNames, tf.distribute.Strategy):
     """Base of the strategies whose replicas train in step. Use one of its subclasses.
 
     The settings below are arguments of its constructor, and attributes. All but `shard_optimizer_state` and `batch_statistics` can
-    be set before the next step. What Keras and the rest of this package ask of a strategy is on `extended`.
+    be set before the next step. Methods for Keras and for the rest of this package are on `extended`.
 
     Attributes:
         bucket_bytes: Gradients are sent in buckets of about this many bytes.
@@ -58,11 +58,11 @@ class SynchronousStrategy(HasOneReplica, ShowsNewNames, tf.distribute.Strategy):
             `lambda gradients, communicator: communicator.all_reduce(gradients, "sum")`.
         check_sync_every: Number of steps of `fit` between two calls of `assert_in_sync(model)`; None for no checks.
         shard_optimizer_state: Whether each replica keeps its part of the optimizer's slots only (ZeRO-1).
-        batch_statistics: Of which rows `BatchNormalization` takes mean and variance in a step: of the global batch, as one device
-            does ("global"), or each replica of its own rows ("replica").
+        batch_statistics: `"global"`: `BatchNormalization` takes mean and variance of the global batch, as one device does.
+            `"replica"`: each replica takes those of its own rows.
         allow_plain_models: Whether models that were made outside the scope may train, each process for itself.
-        partition_functions: Whether replicas share the work of a `tf.function` of the user's own that is called in the scope, gets
-            or draws rows, and writes variables, as if it were one of `tfrep.partition`.
+        partition_functions: Whether replicas share the work of a user's `tf.function` as if `tfrep.partition` wrapped it. The
+            function must be called in the scope, get or draw rows, and write variables.
     """
 
     _old_names = OF_STRATEGIES
@@ -84,7 +84,7 @@ class SynchronousStrategy(HasOneReplica, ShowsNewNames, tf.distribute.Strategy):
         write_checkpoints_safely(process_strategy)
 
     def _set(self, **settings: Any) -> None:
-        """Checks and keeps settings. A constructor calls it first, so that a bad one is refused before anything starts."""
+        """Checks and keeps settings. A constructor calls it first, so that a bad setting is refused before anything starts."""
         refuse_graph_mode()
         for name, value in settings.items():
             setattr(self, name, value)
@@ -92,8 +92,8 @@ class SynchronousStrategy(HasOneReplica, ShowsNewNames, tf.distribute.Strategy):
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs `fn` on every replica; see `tf.distribute.Strategy.run`.
 
-        Of steps that Keras or a `TfReplicator` drives, `Shards` are the only argument. A step that is run as one device's is traced
-        once, and partitioned. In others each replica gets its part, and knows its share of all examples.
+        Steps driven by Keras or a `TfReplicator` get `Shards` as their only argument. A one-device step is traced once and
+        partitioned. In other steps each replica gets its part, and knows its share of all examples.
         """
         if self._is_one_replica:
             return super().run(fn, args, kwargs, options)
@@ -117,7 +117,7 @@ class SynchronousStrategy(HasOneReplica, ShowsNewNames, tf.distribute.Strategy):
             return super().run(fn, args, kwargs, options)
 
     def _total_of(self, shards: Shards) -> tf.Tensor:
-        """Returns the examples of the global batch: a constant if all replicas are of this process, with known numbers of rows."""
+        """Returns the number of examples of the global batch: a constant if this process has all replicas and knows their sizes."""
         known = known_total(shards.parts, self.num_replicas_in_sync)
         return shards.total if known is None else tf.constant(known, tf.int64)
 
@@ -127,7 +127,7 @@ class SynchronousStrategy(HasOneReplica, ShowsNewNames, tf.distribute.Strategy):
         Args:
             reduce_op: `"SUM"`, `"MEAN"` or a `tf.distribute.ReduceOp`.
             value: A value for each replica. A single value for all replicas of a process has a mean, but no sum.
-            axis: Dimension, or dimensions, of each replica's value to reduce along, too; None for no dimension.
+            axis: Dimension, or dimensions, of each replica's value to reduce along as well; None for no dimension.
 
         Returns:
             A tensor.
@@ -173,13 +173,13 @@ class SynchronousStrategy(HasOneReplica, ShowsNewNames, tf.distribute.Strategy):
         """
 
     def explain(self, what: Any) -> str:
-        """Says what a process computes of a data set, or how the steps of a model, or a function, are partitioned.
+        """Describes what a process computes of a data set, or how the steps of a model or a function are partitioned.
 
         Args:
-            what: A `tf.data.Dataset` of global batches. It tells which of its operations a process computes for its own examples
-                only, and why not the others. Or a model that has run a step under this strategy: for each phase, how many tensors
-                are in rows, sums, or whole on every replica; what replicas send in each round; which operations each of them
-                computes for all rows. Or a function of which replicas share the work, which tells the same.
+            what: A `tf.data.Dataset` of global batches: lists the operations that a process computes for its own examples only, and
+                why it computes the others for all. A model that has run a step under this strategy: for each phase, how many
+                tensors are sharded, partial or replicated; what replicas send in each round; which operations each of them
+                computes for all rows. A function whose work replicas share: the same as for a model.
 
         Example:
             >>> strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])

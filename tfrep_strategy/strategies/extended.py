@@ -1,7 +1,4 @@
-"""The `extended` of the synchronous strategies: variables and data, gradients, state, and what processes tell each other.
-
-Joins the outputs of the replicas of several processes along the batch.
-"""
+"""The `extended` of the synchronous strategies: variables, data, gradients, state, and communication between processes."""
 
 from __future__ import annotations
 
@@ -59,7 +56,7 @@ def gathered(value: Any, communicator: Communicator) -> Any:
 
 
 def without_rows(value: Any) -> Any:
-    """Returns a tensor like another one, with no rows. It keeps no memory of the other one.
+    """Returns a tensor like another one, with no rows. It does not keep the memory of the other one.
 
     Args:
         value: A dense, sparse or ragged tensor whose first dimension is the batch.
@@ -78,9 +75,9 @@ def without_rows(value: Any) -> Any:
 
 
 class SynchronousExtended(NoticesKeras2):
-    """What this package, and the Keras integration, ask of a synchronous strategy; its users need none of it.
+    """Methods that this package and the Keras integration call on a synchronous strategy. Users need none of them.
 
-    It is a mixin for the `extended` of the strategies, and comes before TensorFlow's class.
+    This is a mixin for the `extended` of the strategies. It comes before TensorFlow's class.
     """
 
     first_local_replica = 0
@@ -114,17 +111,16 @@ class SynchronousExtended(NoticesKeras2):
         self.reads_at_most: Setting[int | None] = Setting(None)
         self._num_steps = 0
         self.partitioned_steps: Setting[Any] = Setting(None)
-        """What runs the steps that are traced now as one device's; None where replicas run them."""
-        """The `PartitionedSteps` of the function that Keras calls now, if its steps are run as one device's."""
+        """The `PartitionedSteps` of the function that Keras calls now; None if replicas run steps of their own."""
         self.steps_of: weakref.WeakKeyDictionary[Any, list[tuple[str, PartitionedSteps]]] = weakref.WeakKeyDictionary()
-        """Of each model: its phases, and how their steps are partitioned."""
+        """For each model: its phases, and the steps of each."""
         self.given_beside: dict[str, Any] = {}
         self.cut_of_new_variables: Setting[Cut | None] = Setting(None)
-        """Of which part each replica is to hold of the variables that are made."""
+        """The part of new variables that each replica holds; None if each holds the whole."""
         self._acts_alone = False
         self._pid = os.getpid()
         self.totals: dict[int, tf.Tensor] = {}
-        """The values of variables that were summed together before they are read, by their ids."""
+        """Values of variables that were summed together before they are read, by the ids of the variables."""
 
     @property
     def reads_alone(self) -> bool:
@@ -132,11 +128,11 @@ class SynchronousExtended(NoticesKeras2):
         return self._acts_alone or answers_alone.value
 
     def refuse_fork(self) -> None:
-        """Refuses a process that was forked from the one that has made the strategy.
+        """Refuses a process that was forked after the strategy was made.
 
         Raises:
-            ConfigurationError: It was. TensorFlow would wait for ever for threads that are not there, and another process talks
-                over the connections of this one.
+            ConfigurationError: The process was forked. TensorFlow would wait forever for threads that the fork does not have, and
+                the parent uses the same connections.
         """
         if os.getpid() != self._pid:
             raise ConfigurationError(
@@ -157,8 +153,8 @@ class SynchronousExtended(NoticesKeras2):
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         self.refuse_fork()
-        # A variable that a step makes (an optimizer slot, a lazily built layer) is made outside the function being traced. In
-        # the function its copies could not be initialized.
+        # A variable that a step makes (an optimizer slot, a lazily built layer) is made outside the function being traced, where
+        # its copies can be initialized.
         cut = self.cut_of_new_variables.value
         lift = callable(kwargs.get("initial_value")) and not tf.executing_eagerly()
         with tf.init_scope() if lift else contextlib.nullcontext():
@@ -171,7 +167,7 @@ class SynchronousExtended(NoticesKeras2):
             return variable
 
     def _contain(self, variable: Any, **kwargs: Any) -> Any:
-        """Puts a variable into a container, if TensorFlow's class has not done so."""
+        """Wraps a variable in a container of copies, unless TensorFlow's class has done so."""
         return variable
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> distribution.ReplicaDataset:
@@ -201,37 +197,37 @@ class SynchronousExtended(NoticesKeras2):
         return self._num_replicas_in_sync == 1
 
     keeps_own_rows = False
-    """Whether a process gets of results that are rows those of its own part."""
+    """Whether a process keeps only its own rows of sharded results."""
 
     def new_partitioned_steps(self, builds: bool, known: KnownRows, model: Any, phase: str) -> PartitionedSteps:
-        """Makes what runs the steps of a phase of a model, such as "train", as one device's; see `PartitionedSteps`."""
+        """Makes the `PartitionedSteps` for a phase of a model, such as "train"."""
         steps = PartitionedSteps(self.strategy, builds, known, self.keeps_own_rows, self.name_of_step(phase))
         self.steps_of.setdefault(model, []).append((phase, steps))
         return steps
 
     def name_of_step(self, what: str) -> str:
-        """Returns a name for a step that is traced now. Processes make their steps in one order, so it is the same in all."""
+        """Returns a name for a step that is traced now. All processes trace steps in one order, so the names agree."""
         self._num_steps += 1
         return f"{what} {self._num_steps}"
 
     def forget_step(self) -> None:
-        """Takes the last name back: the step is none of all processes, and perhaps this one alone has traced it."""
+        """Takes the last name back, because other processes may not have traced the step."""
         self._num_steps -= 1
 
     def note_call(self, what: str) -> None:
-        """Tells other processes of a function that this one calls now, and waits for none of them."""
+        """Reports to the other processes that this one calls a function now. It does not wait for them."""
 
     def partitioned_by(self, steps: PartitionedSteps | None, compiled: bool) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which steps are run as one device's; see `KerasExtended`."""
+        """Returns a context in which `strategy.run` uses the given partitioned steps; see `KerasExtended`."""
         return self.partitioned_steps.to(steps)
 
     @property
     def of_gradients(self) -> Gradients:
-        """How gradients travel in such a step."""
+        """How gradients travel in a partitioned step."""
         return Gradients(self.bucket_bytes_for, lambda: self.strategy.compression, self._run_on_each, timed_collectives)
 
     def _run_on_each(self, function: Callable[..., Any], arguments: Sequence[Sequence[Any]]) -> list[Any]:
-        """Calls a function in each replica of this process, with the arguments of that one; returns what each returns."""
+        """Calls a function on each replica of this process, with the arguments of that replica; returns the results of each."""
         given = [regroup(each) for each in zip(*arguments, strict=True)]
         results = [self.strategy.experimental_local_results(each) for each in self.strategy.run(function, given)]
         return [list(each) for each in zip(*results, strict=True)]
@@ -239,13 +235,13 @@ class SynchronousExtended(NoticesKeras2):
     @property
     @abc.abstractmethod
     def transport(self) -> Transport:
-        """How the replicas talk in a step that is run as one device's."""
+        """The transport between the replicas in a partitioned step."""
 
     def rows_before(self, count: tf.Tensor) -> tf.Tensor:
-        """Returns how many rows of a batch other processes have before those of this one. Every process must call it.
+        """Returns the number of rows of a batch on the processes before this one. Every process must call it.
 
         Args:
-            count: int32 scalar, how many rows this process has.
+            count: int32 scalar, the number of rows of this process.
         """
         return tf.zeros_like(count)
 
@@ -261,7 +257,7 @@ class SynchronousExtended(NoticesKeras2):
         return shard(as_tensors(batch), self._num_replicas_in_sync, self.first_local_replica, self.num_local_replicas)
 
     def known_rows(self, batch: Any) -> KnownRows:
-        """Returns what is known of the rows of a batch. All processes find the same."""
+        """Returns what is known about the rows of a batch. All processes get the same result."""
         batch = as_tensors(batch)
         alike = bool(has_one_size(batch))
         return KnownRows(alike, known_examples(batch) if alike else None, are_even=alike)
@@ -295,7 +291,7 @@ class SynchronousExtended(NoticesKeras2):
         )
 
     def bucket_bytes_for(self, tensors: Sequence[Any]) -> int:
-        """Returns the size in bytes of the buckets in which gradients like these travel. Every replica calls it."""
+        """Returns the size in bytes of the buckets for gradients like these. Every replica calls it."""
         return self.strategy.bucket_bytes
 
     def sum_gradients(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -324,19 +320,19 @@ class SynchronousExtended(NoticesKeras2):
         return self.own_communicator().all_reduce(list(tensors), "sum") if tensors else []
 
     def gather_over_replicas(self, tensor: Any) -> Any:
-        """Concatenates tensors, also of strings, ragged or sparse, along the first dimension in replica order; in a replica.
+        """Concatenates tensors along the first dimension in replica order; called inside a replica.
 
-        Sizes may differ.
+        Strings, ragged and sparse tensors are allowed, and sizes may differ.
         """
         return gathered(tensor, self.own_communicator())
 
     def gather_batch(self, part: Any) -> Any:
-        """Returns the global batch, of which a replica has a part; called inside a replica."""
+        """Returns the global batch, given the part of this replica; called inside a replica."""
         return map_rows(self.gather_over_replicas, part)
 
     @abc.abstractmethod
     def whole_batch(self, shards: Shards) -> Any:
-        """Returns the global batch, of which this process has parts; called outside of replicas, by every process."""
+        """Returns the global batch, given the parts of this process; called outside replicas, by every process."""
 
     @abc.abstractmethod
     def communicator_of(self, replica: int) -> Communicator:
@@ -350,18 +346,18 @@ class SynchronousExtended(NoticesKeras2):
     # State.
 
     def mark_state_changed(self) -> None:
-        """Records that replicas have run a step since their own state was merged."""
+        """Records that replicas have run a step since their own state was last merged."""
         self.steps.mark()
 
     def collect_parts(self, reads: bool = True) -> None:
-        """Lets single processes read variables whose value only all processes together know. Rank 0 holds the sums then.
+        """Lets single processes read variables whose values are spread over all processes. Rank 0 then holds the sums.
 
         Args:
             reads: Whether this process reads them.
         """
 
     def release_parts(self) -> None:
-        """Frees what `collect_parts` has gathered."""
+        """Frees the values that `collect_parts` has gathered."""
 
     def merge_replica_state(self) -> None:
         """Sets the state that each replica keeps for itself (moving statistics) to its mean over the replicas.
@@ -378,25 +374,25 @@ class SynchronousExtended(NoticesKeras2):
 
     @abc.abstractmethod
     def take_from_first(self, model: Any) -> None:
-        """Gives all replicas what replica 0 has of the variables of a model and its optimizer. Every process must call it.
+        """Copies the variables of a model and its optimizer from replica 0 to the others. Every process must call it.
 
-        A step that finds no more data fails. TensorFlow then stops what else it does, at any place: replicas have counted a step,
-        or decayed weights, or not.
+        A step fails when it finds no more data. TensorFlow then stops its other operations at any point, so a replica may or may
+        not have counted the step or decayed weights.
         """
 
     def summed_at_once(self, variables: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which reading variables that are summed over processes costs one collective for all of them."""
+        """Returns a context in which variables that are summed over processes are read with one collective for all of them."""
         return contextlib.nullcontext()
 
     def any_process(self, wish: bool) -> bool:
-        """Returns whether it is true on any process. Every process must call it, as often as after each batch."""
+        """Returns whether `wish` is true on any process. Every process must call it, equally often."""
         return wish
 
     def own_of_replicas(self, *aggregations: tf.VariableAggregation) -> list[list[Any]]:
         """Lists the variables that replicas have changed independently, in the same order on every process.
 
         Args:
-            *aggregations: A list is returned for each of these. That of `SUM` has variables that nobody has changed, too.
+            *aggregations: A list is returned for each of these. The list for `SUM` also has variables that were not changed.
         """
         own = {
             order: variable
@@ -469,7 +465,7 @@ class SynchronousExtended(NoticesKeras2):
         """Returns when every process has called it."""
 
     def kept_outputs(self, outputs: Any) -> Any:
-        """Returns those rows of a batch's outputs that this process keeps until `predict` returns."""
+        """Returns the rows of a batch's outputs that this process keeps until `predict` returns."""
         return outputs
 
     @abc.abstractmethod

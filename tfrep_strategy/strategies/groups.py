@@ -1,4 +1,4 @@
-"""Who takes part: the strategy that connects this process with the others, and groups of replicas."""
+"""The strategy that connects this process with the others, and groups of replicas."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _latest: Any = None
 def remember(strategy: Any) -> None:
     """Makes a strategy the default for code outside all scopes, until another one connects this process.
 
-    It is kept alive. Python frees what nobody uses at another time on each rank, and ranks with different defaults would
-    wait for each other forever.
+    The strategy is kept alive. Python would free it at another time on each rank, and ranks with different defaults would wait
+    for each other forever.
     """
     global _latest
     if strategy.num_replicas_in_sync > 1:

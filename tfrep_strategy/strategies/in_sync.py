@@ -1,4 +1,4 @@
-"""What all replicas have alike: values, which are checked, and one random state, which processes share."""
+"""Checks that values are equal on all replicas, and the random state that processes share."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tfrep_strategy.core.tf import (
 from tfrep_strategy.errors import ConfigurationError, DesyncError, message
 
 _Description = tuple[str, tuple[int, ...], str]
-"""Of a variable: its name, its shape, its dtype."""
+"""Name, shape and dtype of a variable."""
 
 
 class Checksum(NamedTuple):
@@ -80,7 +80,7 @@ def variables_of(model_or_variables: Any) -> list[Any]:
 
 
 def of_tensorflow(variable: Any) -> tf.Variable:
-    """Returns the variable of TensorFlow that a variable of Keras has, or is."""
+    """Returns the TensorFlow variable behind a Keras variable, or the given TensorFlow variable."""
     return variable if isinstance(variable, tf.Variable) else variable.value
 
 
@@ -107,7 +107,7 @@ def replica_checksums(variables: Sequence[Any], num_local_replicas: int) -> list
 
 
 def places_of_differing(replicas: Sequence[Sequence[Checksum]]) -> list[int]:
-    """Returns which of the variables differ between replicas, by their places in the order of the checksums."""
+    """Returns the indices of variables whose checksums differ between replicas."""
     return [i for i, copies in enumerate(zip(*replicas, strict=True)) if any(copy.crc != copies[0].crc for copy in copies)]
 
 
@@ -146,7 +146,7 @@ def are_in_other_orders(ranks: Sequence[Sequence[_Description]]) -> bool:
     """Returns whether ranks made variables of the same names in different orders.
 
     Args:
-        ranks: What `described` tells of each variable, by rank.
+        ranks: The descriptions of each rank's variables; see `described`.
 
     Raises:
         DesyncError: They made different variables. The message names the first difference.
@@ -184,7 +184,7 @@ def share_random_state(communicator: Communicator, digest: bytes = b"") -> list[
 
     Args:
         communicator: The communicator of the ranks.
-        digest: Bytes that this rank sends along to the others: as many on all ranks, and a multiple of four.
+        digest: Bytes that this rank sends to the others: equally many on all ranks, a multiple of four.
 
     Returns:
         The digest of each rank.
@@ -200,7 +200,7 @@ def share_random_state(communicator: Communicator, digest: bytes = b"") -> list[
     rows = communicator.all_gather_equal(tf.constant(np.frombuffer(own + drawn + digest, np.int32)[np.newaxis])).numpy()
     told = [row.tobytes() for row in rows]
     _drawn_seed = int.from_bytes(told[0][16:20], sys.byteorder)
-    if any(row[:16] != told[0][:16] for row in told):  # At first. Ranks that draw alike have the same states later.
+    if any(row[:16] != told[0][:16] for row in told):  # In the first call only: ranks that draw alike stay equal.
         python_state, numpy_state, tensorflow_state = communicator.broadcast_object(states)
         random.setstate(python_state)
         np.random.set_state(numpy_state)
@@ -258,7 +258,7 @@ def own_random_operations(rank: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def seeds_of_replica(replica_id: int) -> Iterator[None]:
-    """Gives operations with a seed of their own, such as `tf.random.uniform(shape, seed=3)`, another one on each mirrored replica.
+    """Gives operations with their own seed, such as `tf.random.uniform(shape, seed=3)`, a different one on each mirrored replica.
 
     Args:
         replica_id: The replica that this thread runs; the first one draws the numbers of one device.
@@ -271,13 +271,13 @@ def seeds_of_replica(replica_id: int) -> Iterator[None]:
 
 
 def with_seeds_of_replica(get_seed: Callable[[int | None], tuple[int | None, int | None]]) -> Callable[[int | None], object]:
-    """Returns what chooses the seeds of an operation, in a replica too."""
+    """Wraps the function that chooses the seeds of an operation, so that they differ between replicas."""
 
     @functools.wraps(get_seed)
     def seeds_of_operation(op_seed: int | None) -> tuple[int | None, int | None]:
         of_all, of_operation = get_seed(op_seed)
         replica_id = getattr(_thread, "replica_id", 0)
-        if not replica_id or op_seed is None or of_all is None:  # Without a seed, operations are numbered in one order.
+        if not replica_id or op_seed is None or of_all is None:  # Operations without a seed are numbered in one order.
             return of_all, of_operation
         return (of_all + replica_id * _GOLDEN) % 2**31, of_operation
 

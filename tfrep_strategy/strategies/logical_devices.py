@@ -102,7 +102,7 @@ class LogicalDevices:
 
 
 class Placement:
-    """A device for each replica. TensorFlow reads it like a variable that another one is colocated with."""
+    """A device for each replica. TensorFlow reads it like a variable to colocate with."""
 
     def __init__(self, devices: list[str]) -> None:
         self._devices = tuple(devices)

@@ -78,8 +78,7 @@ def use_logical_cpus(n: int) -> list[str]:
 def _ensure_threads(replicas: int) -> None:
     """Gives every replica threads. Collectives within a process deadlock if they cannot all run at once.
 
-    Idle threads wake up all the same: more of them than are needed cost a tenth of a small step, and a single replica waits
-    for none.
+    Idle threads still wake up: more than needed cost a tenth of a small step. A single replica waits for no other one.
     """
     if replicas == 1:
         return
@@ -111,8 +110,8 @@ class MirroredStrategy(SynchronousStrategy):
             `"replica"`: each replica takes those of its own rows, and waits for no other. The answer then depends on how many
             replicas there are; see docs/speed.md.
         allow_plain_models: Whether models that were made outside the scope train without a warning. One device trains such a model.
-        partition_functions: Whether replicas share the work of a `tf.function` of your own that is called in the scope, gets or
-            draws rows, and writes variables, as if it were one of `tfrep.partition`.
+        partition_functions: Whether replicas share the work of your own `tf.function`s as if `tfrep.partition` wrapped them. Such a
+            function is called in the scope, gets or draws rows, and writes variables.
 
     Every argument is an attribute, too. Those that name devices, `devices_per_replica`, `shard_optimizer_state` and
     `batch_statistics` are fixed; the others can be set before the next step.
@@ -228,7 +227,7 @@ class _Extended(SynchronousExtended, MirroredExtended):
 
     @contextlib.contextmanager
     def partitioned_by(self, steps: Any, compiled: bool) -> Iterator[None]:
-        rewrites = compiled or self._rewrites_graphs  # XLA would put what replicas have in common on all their devices.
+        rewrites = compiled or self._rewrites_graphs  # XLA would put constants that replicas share on all their devices.
         with super().partitioned_by(steps, compiled), contextlib.nullcontext() if rewrites else without_rewriting():
             yield
 
@@ -236,8 +235,8 @@ class _Extended(SynchronousExtended, MirroredExtended):
     def _rewrites_graphs(self) -> bool:
         """Whether TensorFlow rewrites the graph of a step.
 
-        It would rewrite that of all replicas at once, which costs more than in proportion to them: the first step of a ResNet-50
-        on 8 CPUs took twice as long, and no step was faster. A step of two with batch normalization takes a tenth less time. On
+        It would rewrite the graph of all replicas at once, at a more than proportional cost: the first step of a ResNet-50 on 8
+        CPUs took twice as long, and no step was faster. With two CPUs a step with batch normalization takes a tenth less time. On
         GPUs the layout of convolutions depends on it.
         """
         on_gpus = any("GPU" in each for each in self.worker_devices)
@@ -261,7 +260,7 @@ class _Extended(SynchronousExtended, MirroredExtended):
             kwargs["colocate_with"] = placement
         return super()._create_variable(next_creator, **kwargs)
 
-    # Each replica updates its own copy of a variable, with the same global gradient. No merge call is needed, so an update may
+    # Each replica updates its own copy of a variable, with the same global gradient. So no merge call is needed, and an update may
     # be inside `tf.cond`.
     def _use_merge_call(self) -> bool:
         return False
@@ -273,7 +272,7 @@ class _Extended(SynchronousExtended, MirroredExtended):
 
     def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         if tf.is_tensor(tensor) and isinstance(destinations, DistributedValues):
-            # TensorFlow's method first tests the truth of the destinations, which for a variable is that of its value.
+            # TensorFlow's method first tests the truth of the destinations; for a variable this tests its value.
             return self._get_cross_device_ops(tensor).broadcast(tensor, destinations)
         return super()._broadcast_to(tensor, destinations)
 
@@ -303,7 +302,7 @@ class _Extended(SynchronousExtended, MirroredExtended):
 
 
 def _warn_among_processes() -> None:
-    """Warns if this process was started together with others, since it would train without them."""
+    """Warns if this process is one of several, because it would train without the others."""
     with contextlib.suppress(ConfigurationError):  # Variables that cannot be read do not describe a run.
         environment = detect_environment()
         if environment.size > 1:

@@ -31,12 +31,12 @@ class MultiWorkerStrategy(SynchronousStrategy):
 
     Args:
         communicator: `"horovod"`, `"tf"` (TensorFlow's own collectives), `"mpi"`, `"shared_memory"` (ranks of one machine),
-            `"auto"` (common memory for ranks of one machine without GPUs, else TensorFlow's if the environment knows the
+            `"auto"` (shared memory for ranks of one machine without GPUs, else TensorFlow's if the environment knows the
             address of every process, else Horovod or MPI; see docs/environment.md), a name of `register_communicator`, or a
             `Communicator` of all processes.
         device: Device of this process's replica, such as `"GPU:0"`. Default: a GPU, or the CPU if there is none. If the
             processes see several GPUs, each takes one by its local rank, and shows TensorFlow only this one.
-        bucket_bytes: Gradients are sent in buckets of about this many bytes. Default: what suits the transport.
+        bucket_bytes: Gradients are sent in buckets of about this many bytes. Default: depends on the transport.
         compression: `"bf16"` or `"fp16"`: gradients travel as 16-bit floats, half the bytes, and are summed in float32. The
             sum that all replicas get has 16 bits, too. Default: None, which changes no bit.
         densify_sparse_gradients: Whether sparse gradients are sent as dense tensors.
@@ -50,8 +50,8 @@ class MultiWorkerStrategy(SynchronousStrategy):
             replicas there are; see docs/speed.md.
         allow_plain_models: Whether models that were made outside the scope may train. Each rank trains such a model alone; by
             default it is refused.
-        partition_functions: Whether replicas share the work of a `tf.function` of your own that is called in the scope, gets or
-            draws rows, and writes variables, as if it were one of `tfrep.partition`.
+        partition_functions: Whether replicas share the work of your own `tf.function`s as if `tfrep.partition` wrapped them. Such a
+            function is called in the scope, gets or draws rows, and writes variables.
         rank_data: The relation between the data that the ranks pass to `fit`, `evaluate`, `predict` and
             `experimental_distribute_dataset`. `"same"`: all ranks pass the same data, and each takes its part of every
             batch. A sample is compared; a difference is an error. `"unchecked"`: the same, without the comparison.
@@ -145,7 +145,7 @@ class MultiWorkerStrategy(SynchronousStrategy):
 
 
 def _share_cores(ranks: int) -> None:
-    """Lets the ranks of a machine share its cores, unless the user decides, or a launcher has bound each to cores of its own."""
+    """Lets the ranks of a machine share its cores, unless the user has set threads or a launcher has bound each rank to cores."""
     settings = tf.config.threading
     if ranks == 1 or THREADS_VARIABLE in os.environ or settings.get_intra_op_parallelism_threads() or is_bound():
         return

@@ -1,7 +1,7 @@
-"""While the step of one device is traced there is one replica, the global one; the trace, and its run on the replicas.
+"""The trace of a one-device step, and its run on the replicas. While the step is traced, one global replica stands for all.
 
-Keras and the user's code find no strategy and no replicas, as on one device, and a variable with copies acts as its first one. What
-they create belongs to the strategy all the same: it is made outside of the trace, in the strategy's scope.
+Keras and the user's code find no strategy and no replicas, as on one device. A variable with copies acts as its first copy. New
+variables still belong to the strategy: they are made outside the trace, in the strategy's scope.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _thread = threading.local()
 
 
 class OneReplica(DefaultDistributionExtended):
-    """The `extended` of a strategy for a thread that traces the step of one device.
+    """The `extended` of a strategy on a thread that traces a one-device step.
 
     Args:
         strategy: The strategy.
-        of_all: Its own `extended`.
+        of_all: The strategy's own `extended`.
 
     Attributes:
-        is_asked_to_run: Whether what is traced has called `strategy.run`: it is written for replicas.
+        is_asked_to_run: Whether the traced function has called `strategy.run`, and so is written for replicas.
     """
 
     def __init__(self, strategy: Any, of_all: Any) -> None:
@@ -60,7 +60,7 @@ class OneReplica(DefaultDistributionExtended):
         self.logical_devices = getattr(of_all, "logical_devices", None)
 
     def aggregate_gradients(self, gradients: Sequence[Any]) -> list[Any]:
-        """Marks gradients, which travel between replicas here.
+        """Marks gradients as values that travel between replicas.
 
         Args:
             gradients: `tf.Tensor`, `tf.IndexedSlices` or None.
@@ -96,19 +96,19 @@ class OneReplica(DefaultDistributionExtended):
         return tf.nest.pack_sequence_as(results, filled, expand_composites=True)
 
     def replica(self) -> tf.Tensor:
-        """Returns the number of the replica, as a value that each has of its own."""
+        """Returns the replica id, as a value that differs between replicas."""
         return marks.replica()
 
     def own_sum(self, rows: tf.Tensor, axes: Sequence[int]) -> tf.Tensor:
-        """Returns, for each replica, the sum of its own rows over axes, which stay."""
+        """Returns, for each replica, the sum of its own rows over axes, which stay with size 1."""
         return marks.own_sum(rows, axes)
 
     def spread(self, own: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
-        """Returns the value of a replica for each of its rows."""
+        """Repeats the value of a replica for each of its rows."""
         return marks.spread(own, rows)
 
     def own_part(self, cut: Any, whole: Any) -> Any:
-        """Returns the part of a tensor, or of slices, that a replica has.
+        """Returns the part of a tensor, or of slices, that this replica holds.
 
         Args:
             cut: A `sharding.Even`.
@@ -119,20 +119,20 @@ class OneReplica(DefaultDistributionExtended):
         return tf.reshape(marks.own_row(cut.rows(whole)), cut.part_shape)
 
     def of_parts(self, cut: Any, part: tf.Tensor) -> tf.Tensor:
-        """Returns the whole of which each replica has a part."""
+        """Returns the whole tensor, given the part of each replica."""
         return cut.joined([marks.all_rows(tf.reshape(part, [-1]), self.num_replicas)])
 
     def of_owner(self, owner: int, value: tf.Tensor) -> tf.Tensor:
-        """Returns what one of the replicas has of its own."""
+        """Returns the value of one replica."""
         is_own = tf.equal(marks.replica(), owner)
         return marks.addend(tf.where(is_own, value, tf.zeros_like(value)))
 
     def on_all(self, condition: tf.Tensor) -> tf.Tensor:
-        """Returns whether a condition that each replica has of its own is true on all of them."""
+        """Returns whether a condition is true on all replicas."""
         return tf.equal(marks.addend(tf.cast(condition, tf.int32)), self.num_replicas)
 
     def bucket_bytes_for(self, tensors: Sequence[Any]) -> int:
-        """Returns the size of the buckets in which gradients travel."""
+        """Returns the size of the buckets for gradients."""
         return int(self.of_all.bucket_bytes_for(tensors))
 
     def _scope(self, strategy: Any) -> Any:
@@ -143,7 +143,7 @@ class OneReplica(DefaultDistributionExtended):
         return fn(*args, **kwargs)
 
     def colocate_vars_with(self, colocate_with_variable: Any) -> Any:
-        return contextlib.nullcontext()  # A variable with copies has one beside each copy of the other.
+        return contextlib.nullcontext()  # Each copy of the variable is beside a copy of the other one.
 
 
 def _marked(gradient: Any) -> Any:
@@ -153,7 +153,7 @@ def _marked(gradient: Any) -> Any:
 
 
 class HasOneReplica:
-    """Gives a `tf.distribute.Strategy` one replica on threads that trace the step of one device."""
+    """Gives a `tf.distribute.Strategy` one replica on threads that trace a one-device step."""
 
     @property
     def _extended(self) -> Any:
@@ -165,25 +165,25 @@ class HasOneReplica:
 
     @property
     def _is_one_replica(self) -> bool:
-        """Whether this thread traces the step of one device."""
+        """Whether this thread traces a one-device step."""
         return id(self) in getattr(_thread, "extended", ())
 
 
 def traced_for() -> OneReplica | None:
-    """Returns what stands for the replicas in the step of one device that this thread traces; None if it traces none."""
+    """Returns the `OneReplica` of the step that this thread traces; None if it traces none."""
     extendeds = list(getattr(_thread, "extended", {}).values())
     return extendeds[-1] if extendeds else None
 
 
 @contextlib.contextmanager
 def one_replica(strategy: Any) -> Iterator[list[Any]]:
-    """Opens a block in which this thread traces the step of one device, for a strategy that `HasOneReplica`.
+    """Opens a block in which this thread traces a one-device step.
 
     Args:
-        strategy: The strategy.
+        strategy: The strategy; it derives from `HasOneReplica`.
 
     Yields:
-        The variables that are made in the block, as they are made.
+        The variables that are made in the block. The list grows as they are made.
     """
     made: list[Any] = []
     extendeds = _thread.__dict__.setdefault("extended", {})
@@ -225,7 +225,7 @@ def _outside_of_trace(value: Any) -> Any:
 
 
 def none_in_trace(replica_id: Callable[[], Any]) -> Callable[[], Any]:
-    """Returns what tells a `tf.random.Generator` its replica: in the trace of one device there is none."""
+    """Wraps the function that tells a `tf.random.Generator` its replica: a one-device trace has none."""
 
     @functools.wraps(replica_id)
     def of_generator() -> Any:
@@ -235,7 +235,7 @@ def none_in_trace(replica_id: Callable[[], Any]) -> Callable[[], Any]:
 
 
 class Results(NamedTuple):
-    """What a step returns: its tensors, and the structure that they are in."""
+    """The results of a step: its tensors, and the structure around them."""
 
     tensors: list[tf.Tensor]
     structure: Any
@@ -248,13 +248,13 @@ class Results(NamedTuple):
 
 
 class OneDeviceTrace:
-    """A step that was traced for batches of one kind.
+    """A step that was traced for one kind of batch.
 
     Args:
-        strategy: The strategy whose replicas run it.
+        strategy: The strategy whose replicas run the step.
         fn: The step.
         batch: The specification of a batch.
-        of_batch: How replicas get each tensor of it.
+        of_batch: How replicas get each tensor of the batch.
         keeps_rows: See `PartitionedSteps`.
 
     Attributes:
@@ -266,7 +266,7 @@ class OneDeviceTrace:
     ) -> None:
         self._strategy = strategy
         made: list[Any] = [None]
-        while made:  # As `tf.function` does: what made variables is traced once more, now that they are there.
+        while made:  # As in `tf.function`: a function that made variables is traced once more, now that they exist.
             with one_replica(strategy) as made:
                 graph = trace("step", fn, [batch], {})
                 self.is_for_replicas = strategy.extended.is_asked_to_run
@@ -299,11 +299,11 @@ class OneDeviceTrace:
         return other
 
     def run(self, rows: Sequence[OwnRows], batches: Sequence[Sequence[tf.Tensor]]) -> Results:
-        """Runs it.
+        """Runs the step.
 
         Args:
-            rows: Which rows each replica of this process has.
-            batches: What of the batch each of them gets.
+            rows: The rows of each replica of this process.
+            batches: The tensors of the batch for each of these replicas.
         """
         inputs = [[*batch, *self._captured_by(i)] for i, batch in enumerate(batches)]
         transport = self._strategy.extended.transport
@@ -314,7 +314,7 @@ class OneDeviceTrace:
         return Results(every[0][:results], self._results)
 
     def _watched(self, asked: Verification) -> Watch:
-        """Returns what compares the first runs with one device."""
+        """Returns the `Watch` that compares the first runs with one device."""
         variables, resources = [], {}
         for place, captured in enumerate(self._captured, self._num_batch):
             variable, given = _variable_of(captured), _given(captured)
@@ -329,14 +329,14 @@ class OneDeviceTrace:
         return Watch(asked, self.step, variables, resources, extended.first_local_replica, replicas)
 
     def describe(self) -> list[str]:
-        """Says how it is partitioned, a line for each finding."""
+        """Describes how the step is partitioned, one finding a line."""
         whole = [f"{type_} ({line_of(operation)})" for type_, operation in self.without_rule.items()]
         told = [f"Every replica computes for all rows, for want of a rule: {', '.join(whole)}."] if whole else []
         return self.step.describe() + told
 
     @functools.cached_property
     def run_without_batch(self) -> Any:
-        """A function that does what needs nothing of a batch."""
+        """A function that runs the part of the step that does not depend on the batch."""
         return tf.function(self._run_without_batch, autograph=False).get_concrete_function()
 
     def _run_without_batch(self) -> None:
@@ -351,13 +351,13 @@ class OneDeviceTrace:
 
 
 def _variable_of(captured: Any) -> Any:
-    """Returns the variable that a handle belongs to, or the container of its copies; None if it is no such handle."""
+    """Returns the variable behind a handle, or the container of its copies; None if the tensor is not a handle."""
     variable = getattr(captured, "_parent_trackable", lambda: None)()
     return None if variable is None else value_container(variable)
 
 
 def _copy_from_first(variables: Iterable[Any]) -> None:
-    """Gives all copies of variables what the first has: what eager code has written while a step was traced went to it alone."""
+    """Copies the first copy of variables to the others: eager code that ran during a trace has written only the first."""
     with tf.init_scope():
         for variable in variables:
             if isinstance(variable, MirroredVariable):
@@ -366,7 +366,7 @@ def _copy_from_first(variables: Iterable[Any]) -> None:
 
 
 def _copies(captured: Any) -> list[Any]:
-    """Returns what the replicas of this process have of what a step captures: one thing for all, or one for each."""
+    """Returns the captured tensor for the replicas of this process: one for all, or one for each."""
     variable = _variable_of(captured)
     return [each.handle for each in variable.values] if isinstance(variable, DistributedVariable) else [captured]
 

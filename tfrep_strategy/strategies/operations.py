@@ -1,12 +1,11 @@
-"""Operations of TensorFlow that act otherwise in replicas: branches, loops that draw, pads of no rows, cache files.
+"""TensorFlow operations that act differently in replicas: branches, loops that draw, pads of no rows, cache files.
 
-Branches that call collectives (`tf.cond`, `tf.switch_case`), in replicas of one process: all of them take the same one.
-Replicas that decide otherwise get an error, since they would wait for each other for ever. A branch with collectives of a group is
-left to its members, who have to decide alike.
+Replicas of one process must take the same branch of a `tf.cond` or `tf.switch_case` that calls collectives. Otherwise they would
+wait for each other forever, so they get an error. A branch with collectives of a group is left to the group's members, which
+must decide alike.
 
-Loops of the graph whose rounds draw random numbers: on several processes a round begins when the one before has ended.
-Rounds of a loop may run at once (`parallel_iterations`), and TensorFlow orders all that has effects but draws. Their numbers
-would go to the rounds as they come, on each process otherwise.
+On several processes, loops of the graph that draw random numbers run one round after the other. TensorFlow may run rounds of a
+loop at once (`parallel_iterations`), and does not order draws. So the rounds would get other numbers on each process.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from tfrep_strategy.keras_integration.synchronous.empty_parts import EmptyParts
 from tfrep_strategy.strategies.extended import SynchronousExtended
 
 _COLLECTIVES = ("Collective", "Horovod")
-"""How the names of operations begin. Collectives that are calls of Python have an assignment beside them (`Order.mark`)."""
+"""Prefixes of operation types. Collectives that are calls of Python have an assignment beside them (`Order.mark`)."""
 _APART = "The replicas take different branches, in which there is a collective. Received: what each has decided ="
 _HINT = "\nHint: decide by what is the same on all replicas, such as tfrep.all_reduce(loss, 'mean')."
 
 
 def deciding_a_truth(build: Any) -> Any:
-    """Returns what builds a `tf.cond` that all replicas of a process decide alike."""
+    """Wraps the builder of `tf.cond`, so that all replicas of a process take the same branch."""
 
     @functools.wraps(build)
     def build_cond(pred: tf.Tensor, true_graph: Any, false_graph: Any, *args: Any, **kwargs: Any) -> Any:
@@ -42,7 +41,7 @@ def deciding_a_truth(build: Any) -> Any:
 
 
 def deciding_a_number(build: Any) -> Any:
-    """Does the same for a `tf.switch_case`."""
+    """Does the same for `tf.switch_case`."""
 
     @functools.wraps(build)
     def build_case(branch_index: tf.Tensor, branch_graphs: list[Any], *args: Any, **kwargs: Any) -> Any:
@@ -57,21 +56,21 @@ def _decided_together(choice: tf.Tensor, branches: Sequence[Any]) -> tf.Tensor:
     if not isinstance(extended, SynchronousExtended) or context.num_replicas_in_sync == 1 or choice.shape.rank != 0:
         return choice
     calls_collectives = any(_does(graph, _COLLECTIVES, context.num_replicas_in_sync) for graph in branches)
-    # An optimizer decides by what is the same everywhere, and a gradient belongs to the branch that was taken.
+    # An optimizer decides by values that are equal everywhere, and a gradient belongs to the branch that was taken.
     if assigns_as_is.value or isinstance(branches[0], CondGradientGraph):
         return choice
     return _alike(extended, choice) if calls_collectives and not extended.collectives_in_branches else choice
 
 
 def _alike(extended: SynchronousExtended, choice: tf.Tensor) -> tf.Tensor:
-    """Returns a choice whose use fails if that of another replica differs."""
+    """Returns a choice whose use fails if another replica chose differently."""
     told = extended.own_communicator().all_gather(tf.cast(choice, tf.int32)[tf.newaxis])
     with tf.control_dependencies([tf.debugging.Assert(tf.reduce_all(told == told[0]), [_APART, told, _HINT])]):
         return tf.identity(choice)
 
 
 def _does(graph: Any, kinds: tuple[str, ...], members: int | None = None) -> bool:
-    """Whether a graph, or a function that it calls, has an operation of some kinds; a collective, one of so many members."""
+    """Returns whether a graph, or a function that it calls, has operations of some kinds. Collectives of groups do not count."""
     operations = graph.get_operations()
     return any(each.type.startswith(kinds) and not _is_of_fewer(each, members) for each in operations) or any(
         _does(called, kinds, members) for each in operations for called in called_graphs(each)
@@ -79,7 +78,7 @@ def _does(graph: Any, kinds: tuple[str, ...], members: int | None = None) -> boo
 
 
 def _is_of_fewer(operation: Any, members: int | None) -> bool:
-    """Whether a collective of TensorFlow is that of a group: the other replicas do not know of it."""
+    """Returns whether a TensorFlow collective belongs to a group, so that other replicas do not take part."""
     if members is None or not operation.type.startswith("Collective"):
         return False
     size = tf.get_static_value(operation.inputs[1])
@@ -90,7 +89,7 @@ _orders = False
 
 
 def order_loops_that_draw(size: int) -> None:
-    """Has loops that are built from now on run round by round if they draw.
+    """Makes loops that draw, and are built from now on, run one round after the other.
 
     Args:
         size: The number of processes.
@@ -100,7 +99,7 @@ def order_loops_that_draw(size: int) -> None:
 
 
 def in_order(build: Any) -> Any:
-    """Returns what builds a loop, round by round if its rounds draw."""
+    """Wraps the builder of a loop, so that rounds that draw run one after the other."""
 
     @functools.wraps(build)
     def while_loop(*args: Any, **kwargs: Any) -> Any:
@@ -127,7 +126,7 @@ def _draws(graph: Any) -> bool:
 
 
 def of_no_rows_too(mirror_pad: Any) -> Any:
-    """Returns a pad that takes no rows, too."""
+    """Wraps `mirror_pad`, so that it accepts tensors without rows."""
 
     @functools.wraps(mirror_pad)
     def pad(input: Any, paddings: Any, mode: str, name: str | None = None) -> Any:
@@ -143,10 +142,10 @@ _suffix = ""
 
 
 def cache_in_own_files(rank: int, size: int) -> None:
-    """Gives each process a cache file of its own, for data sets that are cached from now on.
+    """Gives each process its own cache file, for data sets that are cached from now on.
 
-    Every process reads the whole data set. All would write the same file at once, which TensorFlow refuses. The file of
-    rank 0 keeps its name; those of the other ranks end in `.rank-1`, `.rank-2`, ...
+    Every process reads the whole data set. TensorFlow refuses several writers of one file. The file of rank 0 keeps its
+    name; those of the other ranks end in `.rank-1`, `.rank-2`, ...
 
     Args:
         rank: The rank of this process.
@@ -157,7 +156,7 @@ def cache_in_own_files(rank: int, size: int) -> None:
 
 
 def with_own_file(cache: Any) -> Any:
-    """Returns what caches in the file of a process."""
+    """Wraps `Dataset.cache`, so that it uses the file of this process."""
 
     @functools.wraps(cache)
     def cache_in_own_file(self: Any, filename: Any = "", name: str | None = None) -> Any:

@@ -1,9 +1,9 @@
 """`ParameterServerStrategy`: variables are on servers, and workers read and update them independently.
 
+A `StepRunner` schedules steps on free workers, and collects their results and errors.
+
 Sources: Li et al., "Scaling Distributed Machine Learning with the Parameter Server" (OSDI 2014), and TensorFlow's RFC 334,
 "Distributed Keras training APIs with parameter servers".
-
-Schedules steps on free workers, and collects their results and errors.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class StepResult(RemoteValueImpl):
 
     Attributes:
         worker: Number of the worker that runs it, or ran it last.
-        attempts: How often it was begun.
+        attempts: Number of times that it was started.
         out_of_data: Whether the worker's data had ended.
     """
 
@@ -97,7 +97,7 @@ class _StepClosure(Closure):
         self._output_remote_value_ref = lambda: self.result
 
     def execute_on(self, worker: Any) -> None:
-        # A thread that leaves the default executor, which all threads share, waits for all workers, also for one that hangs.
+        # The default executor is shared by all threads. Leaving it waits for all workers, including one that hangs.
         context().executor = worker.executor
         self.result.worker = worker.worker_index
         self.result.attempts += 1
@@ -107,7 +107,7 @@ class _StepClosure(Closure):
             # Frees the values on the worker now. Later the worker may hang, and freeing them would wait.
             self.result._values = None
         except tf.errors.OutOfRangeError:
-            # Not a failure: the steps of the other workers go on.
+            # Not a failure: the other workers continue their steps.
             self.result.out_of_data = True
             self.result._set_values(None)
         except Exception as error:
@@ -232,9 +232,9 @@ class StepRunner:
 
     @contextlib.contextmanager
     def driving(self) -> Iterator[None]:
-        """Surrounds a training, an evaluation or a prediction. It begins when no step of an interrupted one runs any more.
+        """Surrounds a training, evaluation or prediction. It begins once no step of an interrupted one is running.
 
-        Inside, this thread has an executor of its own, and does not wait for a worker that hangs.
+        Inside, this thread has its own executor, so it does not wait for a worker that hangs.
         """
         with self.naming_lost_servers(), executor_scope(new_executor(enable_async=False)):
             is_outermost = not self._is_driving
@@ -378,9 +378,9 @@ class ParameterServerStrategy(ShowsNewNames, tf.distribute.ParameterServerStrate
             )
         self.replicas_to_aggregate = (replicas_to_aggregate or num_workers) if sync else None
         self._refuse_unreachable(connect_timeout)
-        if not isinstance(resolver, LocalClusterResolver):  # Else nobody waits for this program.
+        if not isinstance(resolver, LocalClusterResolver):  # Servers and workers of a local cluster do not wait for this program.
             self._have_watched("The coordinator", 0)
-        # Without an address of its own, the coordinator serves itself only.
+        # Without its own address, the coordinator serves only itself.
         own = self._jobs.get("chief") or [f"localhost:{free_ports(1, host='')[0]}"]
         tasks = [address for job in self._jobs.values() for address in job] if "chief" in self._jobs else own
         with next_port(int(own[0].rpartition(":")[2])), confined(own[0], tasks):
@@ -411,12 +411,12 @@ class ParameterServerStrategy(ShowsNewNames, tf.distribute.ParameterServerStrate
         return list(self._jobs[job])
 
     def lost_servers(self) -> list[str]:
-        """Returns the addresses of the parameter servers that cannot be reached now."""
+        """Returns the addresses of the parameter servers that are unreachable now."""
         servers = {address: address for address in self._jobs["ps"]}
         return wait_until_reachable(servers, 1.0)
 
     def _have_watched(self, name: str, number: int) -> None:
-        """Has a process look at this one as long as the strategy lives, unless a launcher does."""
+        """Starts a process that watches this one as long as the strategy lives, unless a launcher watches it."""
         watcher = start_watcher(name, number)
         if watcher is not None:
             weakref.finalize(self, watcher.close)
@@ -442,7 +442,7 @@ class _Extended(NoticesKeras2, ParameterServerExtended):
         self._step_numbers = itertools.count()
 
     def cut_for_replicas(self, batch: Any) -> Any:
-        """Cuts a batch into parts for the devices of a worker, as the argument of `run`."""
+        """Cuts a batch into parts for the devices of a worker, in the form that `run` takes."""
         replicas = self._num_replicas_in_sync
         return batch if replicas == 1 else pack(shard(batch, replicas, 0, replicas))
 
@@ -463,7 +463,7 @@ class _Extended(NoticesKeras2, ParameterServerExtended):
         # Variables that a step makes lazily, such as an optimizer's slots, must not depend on the step's batch.
         with tf.control_dependencies(None):
             variable = self._created(next_creator, **kwargs)
-        # Keras variables know it by that where no strategy is in scope.
+        # Keras variables find their driver by this attribute where no strategy is in scope.
         variable.keras_driver = self.keras_driver
         return variable
 
@@ -479,7 +479,7 @@ class _Extended(NoticesKeras2, ParameterServerExtended):
         return variable
 
     def _create_like(self, like: PartitionedVariable, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
-        """Makes an optimizer's slot. Each part is on the server of the variable's part."""
+        """Makes an optimizer slot. Each part is on the server of the variable's part."""
         value, shape = kwargs.pop("initial_value"), kwargs.pop("shape", None)
         name = kwargs.pop("name", None) or "Variable"
         if not isinstance(value, PartInitializer):

@@ -1,13 +1,13 @@
-"""Functions of one's own, such as the step of a training loop: traced as on one device, and shared by the replicas.
+"""Functions of the user, such as the step of a training loop: traced as on one device, and shared by the replicas.
 
-Where a tensor is cut decides how fast a function is, and never what it gives. So a function may be cut wherever that helps.
+The place where a tensor is cut decides how fast a function is, never its result. So a function may be cut wherever that helps.
 
-What functions that replicas share read themselves, by `for x in data` and `next(iterator)`.
-Each process reads all batches, and a replica takes its rows of each.
+Functions may read data by `for x in data` and `next(iterator)`. Each process then reads all batches, and a replica takes its
+rows of each.
 
-The user's own `tf.function`s that train, called in the scope of a strategy: its replicas share their work.
-A call is that of a `PartitionedFunction` if eager code makes it outside of replicas, and if the function gets or draws rows and
-writes variables. All others stay what they are: exports, functions with `strategy.run` in them, those of libraries.
+A user's `tf.function` that trains is called as a `PartitionedFunction` if eager code calls it in the scope of a strategy, outside
+replicas, and if it gets or draws rows and writes variables. All others stay as they are: exports, functions with `strategy.run`
+in them, functions of libraries.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ from tfrep_strategy.strategies.one_device import OneDeviceTrace
 _traced = threading.local()
 
 Check = Callable[[Sequence[tf.Tensor]], None]
-"""Refuses tensors that other ranks have otherwise."""
+"""Refuses tensors that differ between ranks."""
 
 
 @contextlib.contextmanager
 def shared_reading(replicas: int, check: Check, alike: dict[int, bool], read: list[Any]) -> Iterator[None]:
-    """Has replicas share the batches that functions read which are traced now.
+    """Makes replicas share the batches that functions read, for functions that are traced in the block.
 
     Args:
-        replicas: How many they are.
-        check: Adds a comparison of what ranks have read.
-        alike: By the id of a data set, or an iterator, that a function is given: whether all tensors of a batch have as many rows.
-        read: Gets the tensors whose rows replicas share.
+        replicas: The number of replicas.
+        check: Adds a comparison of the tensors that ranks have read.
+        alike: Whether all tensors of a batch have equally many rows, by the id of each data set or iterator argument.
+        read: The tensors whose rows replicas share are appended here.
     """
     _traced.now = replicas, check, alike, read
     try:
@@ -71,7 +71,7 @@ def shared_reading(replicas: int, check: Check, alike: dict[int, bool], read: li
 
 
 class SharedIterator(OwnedIterator):
-    """An iterator that a function is given, in its trace: replicas share the batches that it reads.
+    """An iterator argument of a function, in its trace: replicas share the batches that it reads.
 
     Args:
         traced: The iterator.
@@ -93,13 +93,13 @@ class SharedIterator(OwnedIterator):
 
 
 def have_rows_alike(data: Any) -> bool:
-    """Returns whether all tensors of a batch of a data set, or of an iterator, are known to have as many rows."""
+    """Returns whether all tensors of a batch of a data set, or of an iterator, are known to have equally many rows."""
     read = data if isinstance(data, tf.data.Dataset) else data._dataset
     return read is not None and rows_are_alike(read)
 
 
 def _sharing(data: Any) -> Callable[[Any], Any] | None:
-    """Returns what marks batches that are read; None where no function is traced for replicas."""
+    """Returns a function that marks batches that are read; None if no function is traced for replicas."""
     now = getattr(_traced, "now", None)
     if now is None:
         return None
@@ -127,7 +127,7 @@ _over_data, _over_iterator = loops_of_autograph._registry[tf.data.Dataset], loop
 
 
 def loop(data: Any, extra_test: Any, body: Callable[[Any], Any], *state: Any) -> None:
-    """Makes a loop over a data set one of the graph over an iterator. It would be one of functions of the data set."""
+    """Turns a loop over a data set into a loop of the graph over an iterator. TensorFlow would use functions of the data set."""
     change, is_data = _sharing(data), isinstance(data, tf.data.Dataset)
     if change is None:
         (_over_data if is_data else _over_iterator)(data, extra_test, body, *state)
@@ -140,24 +140,23 @@ _READ = (tf.data.Dataset, OwnedIterator)
 
 
 def partition(function: Callable[..., Any]) -> PartitionedFunction:
-    """Has the replicas of the strategy in scope share the work of a function, which is written for one device.
+    """Makes the replicas of the strategy in scope share the work of a function that is written for one device.
 
-    The function means what it means on one device: it gets whole batches, and in it there is one replica. It is traced as by
-    `tf.function`, for each kind of arguments. The rows of its arguments are shared by the replicas, and so are random numbers that
-    are drawn for as many rows. All processes call it with the same arguments; the first of each kind are compared.
+    The function means the same as on one device: it gets whole batches, and sees one replica. It is traced as by
+    `tf.function`, for each kind of arguments. Replicas share the rows of its arguments, and random numbers that are drawn for
+    equally many rows. All processes call it with the same arguments; the first of each kind are compared.
 
     Args:
         function: A Python function or a `tf.function`. Its arguments and results are nests of tensors; other arguments are
             constants of the trace.
 
     Returns:
-        A function with the same arguments and results. Without a strategy with several replicas in scope, in a replica, and inside
-        of another function it is the function as it was. Under a gradient tape that is open around it each process computes all
-        of it.
+        A function with the same arguments and results. The original function runs if no strategy with several replicas is in
+        scope, in a replica, and inside another function. Under an open gradient tape each process computes all of it.
 
     Raises:
-        ConfigurationError: It is no function.
-        DesyncError: When it is called: processes call it with other arguments, or it is another program in each.
+        ConfigurationError: `function` is not a function.
+        DesyncError: Raised by a call: processes passed other arguments, or traced another program.
 
     Example:
         >>> strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
@@ -176,11 +175,11 @@ def partition(function: Callable[..., Any]) -> PartitionedFunction:
 
 
 class PartitionedFunction:
-    """What `partition` returns; see there.
+    """The result of `partition`; see there.
 
     Args:
         function: The function.
-        as_it_was: Calls a function that is partitioned only if it trains; None if it is whatever it does.
+        as_it_was: Calls the original function. If given, the function is partitioned only if it trains.
     """
 
     def __init__(self, function: Callable[..., Any], as_it_was: Callable[..., Any] | None = None) -> None:
@@ -207,7 +206,7 @@ class PartitionedFunction:
         return called(self._name, self._call, args, kwargs)
 
     def call_as_it_was(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the function, which replicas do not share. `tfrep verify` compares it, too."""
+        """Calls the original function, whose work replicas do not share. `tfrep verify` compares it as well."""
         return called(self._name, self._as_it_was, args, kwargs)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
@@ -218,7 +217,7 @@ class PartitionedFunction:
         bound.apply_defaults()
         given = _Arguments.of((bound.args, bound.kwargs), self._signature)
         if not all(map(_fits, given.specs, given.tensors)):
-            return self._as_it_was(*args, **kwargs)  # It tells so.
+            return self._as_it_was(*args, **kwargs)  # The original function raises the error.
         names = [name for name, value in bound.arguments.items() for _ in _dense(list(filter(_is_tensor, _leaves(value))))]
         key, extended = (id(strategy), given.key), strategy.extended
         with self._lock:
@@ -235,18 +234,18 @@ class PartitionedFunction:
             return step(given.tensors)
 
     def _note_call(self, extended: Any, given: _Arguments) -> None:
-        """Tells the other ranks of a call that they have to make, too."""
+        """Reports a call to the other ranks, which must make it as well."""
         extended.note_call(f"{self._name}({', '.join(map(_told, given.tensors))})")
 
     def describe(self) -> list[str]:
-        """Says how it is partitioned, for each kind of arguments that it was called with."""
+        """Describes how the function is partitioned, for each kind of arguments that it was called with."""
         return [line for step in self._steps.values() for line in step.describe()]
 
     def _step(self, strategy: Any, given: _Arguments, names: Sequence[str]) -> _Step | _AsItWas:
-        """Returns what runs for arguments of one kind."""
+        """Returns the step for one kind of arguments."""
         extended, fingerprint = strategy.extended, Fingerprint({"arguments": given.tensors})
         name = self._name
-        # At its very first call, ranks may give it other arguments, and compute for their own.
+        # In the very first call, ranks may pass other arguments, and compute their own.
         is_shared = any(isinstance(each, _Step) for each in self._steps.values())
         if not self._must_train:
             if is_shared:
@@ -255,7 +254,7 @@ class PartitionedFunction:
         try:
             step = _Step(strategy, self._python, given, names, self._compiled, extended.name_of_step(name))
         except Exception:
-            if self._must_train:  # Called as it was, it tells what is wrong with it.
+            if self._must_train:  # The original function raises the error again when it is called.
                 extended.forget_step()
                 return _AsItWas([])
             raise
@@ -276,23 +275,23 @@ class PartitionedFunction:
 
 
 class _AsItWas(NamedTuple):
-    """Stands for a function that replicas do not share for arguments of one kind.
+    """Stands for a function that replicas do not share for one kind of arguments.
 
     Attributes:
-        told: Why.
+        told: The reason.
     """
 
     told: list[str]
 
     def describe(self) -> list[str]:
-        """Says why."""
+        """Returns the reason."""
         return self.told
 
 
 def strategy_here() -> Any:
-    """Returns the strategy in scope if eager code outside of replicas asks for it, and it has several replicas; else None.
+    """Returns the strategy in scope if it has several replicas and eager code outside replicas asks; else None.
 
-    Nor is there one under a gradient tape that is open around the call: it would not see what replicas do.
+    It also returns None under a gradient tape that is open around the call: the tape would not see the replicas' operations.
     """
     if not tf.executing_eagerly() or not tf.distribute.has_strategy() or tf.distribute.in_cross_replica_context() is False:
         return None
@@ -305,12 +304,12 @@ class _Arguments(NamedTuple):
     """The arguments of a call.
 
     Attributes:
-        nest: Of all arguments.
-        tensors: Those that are tensors.
-        specs: What a trace knows of these.
-        are_rows: Of each dense tensor in them, whether its first dimension is that of the rows that are shared.
-        alike: Of each tensor, whether it is a data set, or an iterator, in whose batches all tensors have as many rows.
-        key: What a trace depends on.
+        nest: All arguments.
+        tensors: The arguments that are tensors.
+        specs: The specifications of the tensors in a trace.
+        are_rows: For each dense tensor in them, whether its first dimension is that of the shared rows.
+        alike: For each tensor, whether it is a data set or iterator whose batches have equally many rows in all tensors.
+        key: Identifies the trace.
     """
 
     nest: Any
@@ -322,11 +321,11 @@ class _Arguments(NamedTuple):
 
     @classmethod
     def of(cls, nest: Any, signature: Any) -> _Arguments:
-        """Sorts arguments.
+        """Sorts the arguments of a call.
 
         Args:
-            nest: Of all arguments.
-            signature: What the function was declared for; None if it is traced for each size.
+            nest: All arguments.
+            signature: The input signature of the function; None if it is traced for each size.
         """
         flat = _leaves(nest)
         declared = tf.nest.flatten(signature) if signature else []
@@ -347,25 +346,25 @@ class _Arguments(NamedTuple):
         return cls(tf.nest.pack_sequence_as(nest, flat), tensors, specs, are_rows, alike, key)
 
     def with_tensors(self, tensors: Sequence[Any]) -> Any:
-        """Returns the arguments with other tensors."""
+        """Returns the arguments with the tensors replaced."""
         there = iter(tensors)
         flat = [next(there) if _is_tensor(x) else x for x in tf.nest.flatten(self.nest)]
         return tf.nest.pack_sequence_as(self.nest, flat)
 
 
 class _Step:
-    """A function, traced for arguments of one kind.
+    """A function, traced for one kind of arguments.
 
     Args:
         strategy: The strategy whose replicas run it.
         function: The function.
         given: Arguments.
-        names: Of the argument that each dense tensor in them belongs to.
-        compiled: Whether XLA compiles what lies between collectives.
-        name: The same in all processes.
+        names: For each dense tensor in them, the name of its argument.
+        compiled: Whether XLA compiles the operations between collectives.
+        name: The name of the step, equal on all processes.
 
     Attributes:
-        trains: Whether it writes variables, and has rows; and replicas do not run parts of it each.
+        trains: Whether the function writes variables, has rows, and does not call `strategy.run`.
     """
 
     def __init__(
@@ -374,7 +373,7 @@ class _Step:
         self._strategy, self._compiled = strategy, compiled
         extended = strategy.extended
         has_ranks = extended.num_local_replicas < extended._num_replicas_in_sync
-        empty = self._kept = given.with_tensors([None] * len(given.tensors))  # The key has ids of what is no tensor.
+        empty = self._kept = given.with_tensors([None] * len(given.tensors))  # The key has the ids of other arguments.
         converted = converted_by_autograph(function)
         places = [_is_tensor(x) for x in tf.nest.flatten(given.nest)]
 
@@ -422,11 +421,11 @@ class _Step:
             return self._run(_dense(tensors))
 
     def compare(self) -> None:
-        """Refuses a function that other ranks have otherwise. Each rank calls it before it runs the function."""
+        """Refuses a function that other ranks have traced differently. Each rank calls it before it runs the function."""
         self._strategy.extended.transport.compare(self._name, self._trace.step)
 
     def describe(self) -> list[str]:
-        """Says how it is partitioned."""
+        """Describes how the function is partitioned."""
         return self._trace.describe()
 
     def _on_replicas(self, tensors: Sequence[tf.Tensor]) -> Any:
@@ -448,7 +447,7 @@ def _checksums(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def checksum(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns a number, int64, that is another one for other values, or for the same in another order; 0 for data to read."""
+    """Returns an int64 number that differs for other values, or the same in another order; 0 for data sets and iterators."""
     if not _is_told(tensor):
         return tf.constant(0, tf.int64)
     if tensor.dtype == tf.string:
@@ -464,7 +463,7 @@ def checksum(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def _told(given: Any) -> str:
-    """Returns what a call tells the other ranks of an argument."""
+    """Returns the description of an argument that a call reports to the other ranks."""
     if not isinstance(given, tf.Tensor):
         return type(given).__name__
     return f"{given.dtype.name}[{', '.join(map(str, given.shape))}]"
@@ -476,13 +475,13 @@ def _is_told(tensor: tf.Tensor) -> bool:
 
 
 def _refuse_others(sums: tf.Tensor, names: Sequence[str], replicas: int, told: str) -> None:
-    """Has a step fail on all ranks if they have other tensors. What it compares travels with the first gradients that it sends.
+    """Makes a step fail on all ranks if their tensors differ. The comparison travels with the first gradients of the step.
 
     Args:
-        sums: Of each tensor.
-        names: Of each tensor.
-        replicas: How many there are.
-        told: What the error tells.
+        sums: The checksum of each tensor.
+        names: The name of each tensor.
+        replicas: The number of replicas.
+        told: The text of the error.
     """
     words = tf.cast(tf.bitcast(sums, tf.uint8), tf.float32)  # Sums of 65,536 bytes are exact.
     own = words + tf.cast(marks.replica(), tf.float32) * 0
@@ -492,7 +491,7 @@ def _refuse_others(sums: tf.Tensor, names: Sequence[str], replicas: int, told: s
 
 
 def _number_of_rows(tensors: Sequence[tf.Tensor]) -> int | None:
-    """Returns the first dimension that most of what tensors hold has: by elements."""
+    """Returns the size of the first dimension that most elements of the tensors have."""
     sizes: collections.Counter[int] = collections.Counter()
     for each in tensors:
         if each.shape.rank and each.shape[0] > 1:
@@ -509,7 +508,7 @@ def _leaves(nest: Any) -> list[Any]:
 
 
 def _dense(tensors: Sequence[Any]) -> list[tf.Tensor]:
-    """Returns the dense tensors that tensors are made of."""
+    """Returns the dense tensors inside tensors."""
     return list(tf.nest.flatten(list(tensors), expand_composites=True))
 
 
@@ -522,7 +521,7 @@ def _is_dense(spec: Any) -> bool:
 
 
 def _as_key(value: Any) -> Any:
-    """Returns what tells a constant of a trace from others: its type and value, or the object itself."""
+    """Returns the key of a constant of a trace: its type and value, or its id."""
     return (type(value), value) if isinstance(value, (bool, int, float, str, bytes, type(None))) else id(value)
 
 
@@ -532,11 +531,11 @@ _call_as_it_was = Function.__call__
 
 
 def candidate(function: Any) -> PartitionedFunction | None:
-    """Returns what replicas share of a `tf.function` that is called in a scope; None if it is a library's."""
+    """Returns the partitioned version of a `tf.function` that is called in a scope; None if it belongs to a library."""
     if function not in _candidates:
         module = str(getattr(inspect.unwrap(function.python_function), "__module__", None) or "")
         is_users = module.partition(".")[0] not in _LIBRARIES
-        # It must not keep the function alive, by which it is known.
+        # It must not keep alive the function, which is the key.
         as_it_was = functools.partial(_call, weakref.ref(function))
         _candidates[function] = PartitionedFunction(function, as_it_was) if is_users else None
     return _candidates[function]
@@ -548,7 +547,7 @@ def _call(function: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
 
 @functools.wraps(_call_as_it_was)
 def call_in_scope(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls a `tf.function`. If it is the user's, and called in a scope, replicas share its work."""
+    """Calls a `tf.function`. Replicas share its work if it is the user's, and is called in a scope."""
     strategy = strategy_here() if threading.current_thread() is threading.main_thread() else None
     shares = strategy is not None and _shares(strategy)
     found = candidate(function) if shares or verification() is not None else None
@@ -558,13 +557,13 @@ def call_in_scope(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _shares(strategy: Any) -> bool:
-    """Returns whether all processes call what this one calls, with the same arguments."""
+    """Returns whether all processes make the same calls as this one, with the same arguments."""
     is_alone = strategy.extended.reads_alone  # As in a callback that one process runs by itself.
     return strategy.partition_functions and not is_alone and getattr(strategy, "rank_data", "same") != "own"
 
 
 def _is_distributed(argument: Any) -> bool:
-    """Returns whether an argument is no value of one device: distributed data, or a value of each replica."""
+    """Returns whether an argument is distributed data, or a value of each replica."""
     if isinstance(argument, (Shards, tf.distribute.DistributedDataset)):
         return True
     if hasattr(argument, "__next__") and not isinstance(argument, OwnedIterator):

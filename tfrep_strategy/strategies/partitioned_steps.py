@@ -1,4 +1,4 @@
-"""Runs the steps that Keras drives as one device's: a step is traced once, with the global batch, and partitioned."""
+"""Steps that Keras drives: each is traced once, with the global batch, as on one device, and then partitioned."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from tfrep_strategy.strategies.one_device import OneDeviceTrace, Results, one_re
 
 
 class PartitionedSteps:
-    """The steps of one function, by what they are given.
+    """The partitioned steps of one function, by the kind of batch.
 
     Args:
         strategy: The strategy whose replicas run them.
-        builds: Whether the first step makes what the function needs, such as the layers of a model.
-        known: What is known of the rows of batches.
-        keeps_rows: Whether a process gets of results that are rows those of its own part.
-        name: The same on all ranks, and another one for other steps.
+        builds: Whether the first step builds something that the function needs, such as the layers of a model.
+        known: What is known about the rows of batches.
+        keeps_rows: Whether a process keeps only its own rows of sharded results.
+        name: The name of the steps, equal on all ranks, and different from that of other steps.
     """
 
     def __init__(self, strategy: Any, builds: bool, known: KnownRows, keeps_rows: bool = False, name: str = "step") -> None:
         self._strategy, self._builds, self._known, self._keeps_rows = strategy, builds, known, keeps_rows
         self._name = name
         self._traced: dict[Any, OneDeviceTrace | None] = {}
-        """By the specification of a batch: its step; None if it has to be computed whole."""
+        """The step for each specification of a batch; None if it must be computed whole."""
         self._told: set[str] = set()
-        """The types of operations whose costs were told."""
+        """The types of operations that a warning has named."""
 
     def run(self, fn: Callable[[Any], Any], shards: Shards) -> Whole:
-        """Adds a step to the graph that is being built; outside of graphs, runs it.
+        """Adds a step to the graph that is being built; outside graphs, runs it.
 
         Args:
-            fn: What one device would do with a batch.
-            shards: The batch. It is cut into rows if all its tensors have one number of them. Otherwise each replica computes all.
+            fn: The step of one device.
+            shards: The batch. It is sharded if all its tensors have equally many rows. Otherwise each replica computes all rows.
 
         Returns:
             What `fn` returns for the global batch, as `Whole`.
 
         Raises:
-            CannotPartitionError: The step does what there is no way for.
+            CannotPartitionError: No rule can partition the step.
         """
         if tf.executing_eagerly():
             return Whole(self._eagerly(fn, shards))
@@ -89,7 +89,7 @@ class PartitionedSteps:
         return tf.nest.map_structure(lambda leaf: None if is_nothing(leaf) else leaf, whole)
 
     def _in_rows(self, fn: Callable[[Any], Any], shards: Shards) -> Results:
-        """Runs a step of which each replica computes its own rows."""
+        """Runs a step in which each replica computes its own rows."""
         total = known_total(shards.parts, self._strategy.num_replicas_in_sync) or self._known.total
         leaves = tf.nest.flatten(shards.parts[0])
         key = total, *map(_with_open_rows, leaves)
@@ -116,20 +116,20 @@ class PartitionedSteps:
         return traced.run(self._rows(shards, traced.step.asks_for_start), batches)
 
     def _compare(self, key: Any) -> None:
-        """Refuses a step that other processes have traced otherwise."""
+        """Refuses a step that other processes have traced differently."""
         traced = self._traced[key]
         if traced is not None:
             self._strategy.extended.transport.compare(f"{self._name} {key}", traced.step)
 
     def _wholes(self, shards: Shards) -> list[Any]:
-        """Returns the wholes of what of a batch cannot be cut into dense rows; None for the others."""
+        """Returns the whole of each leaf of a batch that cannot be cut into dense rows; None for the other leaves."""
         if not any(map(_is_uncut, tf.nest.flatten(shards.parts[0]))):
             return [None for _ in tf.nest.flatten(shards.parts[0])]
         parts = [[leaf if _is_uncut(leaf) else None for leaf in tf.nest.flatten(part)] for part in shards.parts]
         return list(self._strategy.extended.whole_batch(shards._replace(parts=tuple(parts))))
 
     def _of_all(self, fn: Callable[[Any], Any], shards: Shards) -> Results:
-        """Runs a step that each replica computes for all rows."""
+        """Runs a step in which each replica computes all rows."""
         batch = self._whole(shards)
         specs = tf.nest.map_structure(lambda leaf: None if leaf is None else tf.type_spec_from_value(leaf), batch)
         key = ("all", *tf.nest.flatten(specs))
@@ -159,24 +159,24 @@ class PartitionedSteps:
         return rows
 
     def run_without_batch(self) -> None:
-        """Does what a step does that needs nothing of a batch, as TensorFlow does when a step finds no more data.
+        """Runs the part of a step that does not depend on the batch, as TensorFlow does when a step finds no more data.
 
-        Where each batch tells how it is computed, nothing is done before it is there.
+        If each batch decides how it is computed, nothing runs before the batch is there.
         """
         traced = next(filter(None, reversed(self._traced.values())), None)
         if self._known.alike is None and traced is not None:
             traced.run_without_batch()
 
     def describe(self) -> list[str]:
-        """Says how the steps that were traced are partitioned, a line for each finding."""
-        # Keras 3.16 has a step traced for the first batch, and once more for any number of rows.
+        """Describes how the traced steps are partitioned, one finding a line."""
+        # Keras 3.16 traces a step for the first batch, and once more for any number of rows.
         lines = [*dict.fromkeys(line for traced in filter(None, self._traced.values()) for line in traced.describe())]
         if any(traced is None for traced in self._traced.values()):
             lines.append("Every replica computes all rows of some batches.")
         return lines
 
     def tell_lines(self, error: tf.errors.OpError) -> None:
-        """Adds to an error of a step where the user's program has made what failed."""
+        """Adds to an error the lines of the user's program that made the failing operations."""
         for traced in filter(None, self._traced.values()):
             for operation in traced.step.named_in(error.message or ""):
                 error.add_note(f"{operation.type} {operation.name!r} was made at {line_of(operation)}.")
@@ -186,7 +186,7 @@ class PartitionedSteps:
         ways = [specs]
         if total is not None:
             ways.append([_with_rows(spec, total) for spec in specs])
-        if self._builds:  # A layer that was built for any number of rows could not be built again.
+        if self._builds:  # A layer that was built for any number of rows cannot be built again.
             ways.reverse()
         traced: list[OneDeviceTrace] = []
         for specs in ways:
@@ -195,7 +195,7 @@ class PartitionedSteps:
                 traced.append(OneDeviceTrace(self._strategy, fn, batch, [*itertools.chain(*given)], self._keeps_rows))
             except (TfrepError, tf.errors.OpError):
                 raise
-            except Exception:  # The step may ask how many rows there are, as in `tf.zeros([x.shape[0], 8])`.
+            except Exception:  # The step may need the number of rows, as in `tf.zeros([x.shape[0], 8])`.
                 if specs is ways[-1] and not traced:
                     raise
                 continue
@@ -226,9 +226,9 @@ class PartitionedSteps:
 
 @contextlib.contextmanager
 def _as_one_device(extended: Any) -> Iterator[None]:
-    """Opens a block in which this process computes, eagerly, what one device would. All processes open it together.
+    """Opens a block in which this process runs, eagerly, the step of one device. All processes open it together.
 
-    Inside, the first copies of sums and of moving statistics hold the value of all replicas.
+    Inside, the first copies of sums and of moving statistics hold the value over all replicas.
     """
 
     def own() -> list[list[Any]]:
@@ -241,7 +241,7 @@ def _as_one_device(extended: Any) -> Iterator[None]:
         variable.values[0].assign(value)
     yield
     sums, means = own()
-    for variable in sums:  # What rank 0 has counts.
+    for variable in sums:  # Rank 0's value counts.
         variable.assign(tf.identity(variable.values[0]))
     for variable in means:
         for copy in variable.values[1:]:
@@ -249,7 +249,7 @@ def _as_one_device(extended: Any) -> Iterator[None]:
 
 
 def _own_of(result: tf.Tensor, own: OwnRows) -> tf.Tensor:
-    """Returns those of the rows of a batch that a replica has; all of what has another number of rows."""
+    """Returns the replica's own rows of a result; the whole result if it has another number of rows."""
     if not result.shape.rank:
         return result
     count = tf.shape(result)[0]
@@ -270,8 +270,8 @@ def _is_uncut(leaf: Any) -> bool:
 def _of_any_rows(leaf: Any) -> Any:
     """Hides the number of rows of a dense tensor from TensorFlow's optimizer.
 
-    It takes for granted what either branch of a condition implies. Where tensors of one branch have as many rows as each other, it
-    would fold the number of one into the other branch.
+    TensorFlow's optimizer assumes what either branch of a condition implies. Where the tensors of one branch have equally many
+    rows, it would fold the number of one into the other branch.
     """
     if not isinstance(leaf, tf.Tensor) or leaf.dtype == tf.variant or not leaf.shape.rank:
         return leaf
@@ -281,12 +281,12 @@ def _of_any_rows(leaf: Any) -> Any:
 
 
 def _with_open_rows(leaf: Any) -> Any:
-    """Returns the specification of rows of any number; of what stands for None, None."""
+    """Returns the specification of a leaf with any number of rows; None for a leaf that stands for None."""
     return None if is_nothing(leaf) else any_size(tf.type_spec_from_value(leaf))
 
 
 def _with_rows(spec: Any, total: int) -> Any:
-    """Returns the specification of so many dense rows; others are left open."""
+    """Returns the specification with this number of dense rows; other specifications are left open."""
     is_dense = isinstance(spec, tf.TensorSpec) and spec.shape.rank
     return tf.TensorSpec([total, *spec.shape[1:]], spec.dtype) if is_dense else spec
 

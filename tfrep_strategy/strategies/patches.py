@@ -1,4 +1,4 @@
-"""What this package replaces in Keras and TensorFlow: listed, and undone."""
+"""The list of everything that this package replaces in Keras and TensorFlow, and the way to undo it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def describe() -> list[Row]:
 
 
 def uninstall() -> None:
-    """Makes Keras, TensorFlow and packages around them what they were. Strategies that there are must not be used any more."""
+    """Restores the original attributes of Keras, TensorFlow and other packages. Existing strategies must not be used afterwards."""
     for table in packages.tables():
         table.uninstall()
     REPLACED.uninstall()
@@ -35,7 +35,7 @@ def show(as_json: bool) -> None:
     """Prints the list.
 
     Args:
-        as_json: Whether as JSON.
+        as_json: Whether to print JSON.
     """
     if as_json:
         print(json.dumps([vars(row) for row in describe()]))

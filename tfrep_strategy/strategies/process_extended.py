@@ -1,4 +1,4 @@
-"""How `MultiWorkerStrategy` does what TensorFlow and Keras ask of a strategy.
+"""The `extended` of `MultiWorkerStrategy`: the methods that TensorFlow and Keras call on it.
 
 The setting `rank_data`: either all ranks pass the same data and each takes its part, or each passes its own.
 """
@@ -76,7 +76,7 @@ def distribute(
     in_one_order: Callable[[tf.data.Dataset], tf.data.Dataset],
     distribute_whole: Callable[..., ReplicaDataset],
 ) -> ReplicaDataset:
-    """Distributes a data set, of which every rank has one.
+    """Distributes a data set. Every rank has one.
 
     Args:
         strategy: The strategy, with its `rank_data`.
@@ -108,7 +108,7 @@ _SYNCHRONIZATIONS = [kind for kind in tf.VariableSynchronization if kind != tf.V
 
 
 class ProcessExtended(SynchronousExtended, OneDeviceExtended):
-    """The process's one replica, and how it talks with those of the other processes.
+    """The process's one replica, and its communication with the replicas of other processes.
 
     Attributes:
         predictions_on_chief_only: Whether `predict` returns no rows on ranks other than the chief, which then keep none.
@@ -119,7 +119,7 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
     def __init__(self, strategy: Any, communicator: Communicator, device: str) -> None:
         super().__init__(strategy, device)
         self._communicator = communicator
-        # Eager collectives are reported to rank 0 before they begin; those of a function are not.
+        # Eager collectives are reported to rank 0 before they begin; collectives of a function are not.
         self._reduce_in_function = tf.function(communicator.all_reduce, autograph=False)
         self.first_local_replica = communicator.rank
         self.new_variables: list[Any] = []
@@ -134,12 +134,12 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
         in_function = not tf.executing_eagerly()
         variable = super()._create_variable(next_creator, **kwargs)
         self.new_variables.append(variable)
-        if in_function:  # The variable was made while a step is traced. The step runs next, before the scope ends.
+        if in_function:  # The variable was made while a step is traced. The step runs before the scope ends.
             self.synchronize_new_variables()
         return variable
 
     def _contain(self, variable: Any, **kwargs: Any) -> Any:
-        """Puts a variable whose value is reduced over the ranks into a container that does so."""
+        """Puts a variable whose value is reduced over the ranks into a `ReplicaVariable`."""
         strategy = self._container_strategy()
         aggregation = kwargs.get("aggregation") or tf.VariableAggregation.NONE
         synchronization = kwargs.get("synchronization") or tf.VariableSynchronization.AUTO
@@ -295,9 +295,9 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
         self.broadcast_variables([variables[i] for i in in_sync.places_of_differing(ranks)])
 
     def synchronize_new_variables(self) -> None:
-        """Gives variables made since the last call the values of rank 0, also while a function is traced: it runs next.
+        """Gives variables made since the last call the values of rank 0, also while a function is traced: the function runs next.
 
-        A model that each rank loads from a file of its own may make its variables in another order. Their names tell them apart.
+        Ranks that load a model from their own files may make its variables in different orders. Then they are matched by name.
 
         Raises:
             DesyncError: The ranks made different variables. The message names the first, with its shape on each rank.
@@ -310,7 +310,7 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
             if in_sync.are_in_other_orders(self._communicator.all_gather_object(made)):
                 new.sort(key=in_sync.described)
             # Variables that are summed over ranks are left out: rank 0 holds their value, the other ranks hold zero. Parts were
-            # cut of values that are equal on all ranks.
+            # cut from values that are equal on all ranks.
             self._broadcast_values([v for v in new if not is_sum(v) and not isinstance(v, PartVariable)])
 
     @contextlib.contextmanager
@@ -369,7 +369,7 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
                 variable.values[0].assign(tf.zeros_like(variable.values[0]))
 
     def _broadcast_values(self, variables: Sequence[Any]) -> None:
-        """Gives variables the values of rank 0, in parts of about `_PART_BYTES`: only a part is in memory twice."""
+        """Gives variables the values of rank 0, in pieces of about `_PART_BYTES`: only one piece is in memory twice."""
         local = [v.values[0] if hasattr(v, "values") else v for v in variables]
         numeric = [v for v in local if v.dtype != tf.string]
         small = [v for v in numeric if _bytes(v) <= _PART_BYTES]
@@ -429,13 +429,13 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
         return distribute(self._container_strategy(), dataset, self._in_one_order, whole)
 
     def _in_one_order(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """Returns a data set with equal elements on all ranks, as far as that is known before it is read."""
+        """Returns a data set with equal elements on all ranks, as far as they are known before it is read."""
         check_order(dataset, self._communicator)
         length = int(dataset.cardinality())
         shortest = self.shortest_epoch(length)
-        # Where all have one length, the data is read to its end as on one device: there, `repeat` draws an order more of `shuffle`.
+        # If all lengths are equal, the data is read to its end as on one device: there, `repeat` draws another order for `shuffle`.
         if shortest != length:
-            dataset = dataset.take(shortest) if shortest >= 0 else dataset.filter(lambda *_: True)  # Its length is unknown, too.
+            dataset = dataset.take(shortest) if shortest >= 0 else dataset.filter(lambda *_: True)  # Makes its length unknown.
         in_order = tf.data.Options()
         in_order.deterministic = True
         return dataset.with_options(in_order)

@@ -1,4 +1,4 @@
-"""What of TensorFlow is replaced. An entry acts where a strategy of this package takes part; else it calls TensorFlow's own."""
+"""The table of replacements in TensorFlow. An entry acts only where a strategy of this package takes part."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The replica contexts of our strategies, and the state of the calling thread in the threads of replicas.
+"""The replica contexts of our strategies, and the caller's state in the threads of replicas.
 
-Copies the state of the calling thread to the threads of the replicas of one process.
-TensorFlow copies graphs, devices, name and variable scopes, and the state of summaries. This module adds the state of
-Keras, Python's context variables, and TensorFlow's own `threading.local`s.
+TensorFlow copies graphs, devices, name and variable scopes, and the state of summaries to the threads of the replicas of a
+process. This module adds the state of Keras, Python's context variables, and TensorFlow's own `threading.local`s.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from tfrep_strategy.strategies.in_sync import seeds_of_replica
 
 
 class _WeighedGradient:
-    """Overrides `all_reduce` in steps that weigh by examples: its gradients have the shares of others (`Share.through`)."""
+    """Overrides `all_reduce` in steps that weigh by examples: its gradient uses the shares of all replicas (`Share.through`)."""
 
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         share = current_share()
@@ -40,7 +39,7 @@ class _WeighedGradient:
         def reduce(*xs: tf.Tensor) -> Any:
             with stop_recording():  # A tape would ask TensorFlow's collective for a gradient.
                 totals = list(extended._replica_ctx_all_reduce(reduce_op, list(xs), options))
-            return totals, lambda *dys: share.through(reduced, dys)  # That of the gradient is such a sum, too.
+            return totals, lambda *dys: share.through(reduced, dys)  # The gradient of the gradient is a sum as well.
 
         own = list(map(tf.convert_to_tensor, flat))
         return tf.nest.pack_sequence_as(value, reduced(own))
@@ -58,7 +57,7 @@ _THREAD_LOCALS = (save_context, sync_on_read_context)
 
 
 class _Inherited:
-    """The state of the current thread, for the thread of a replica."""
+    """The state of the current thread, for a replica's thread."""
 
     def __init__(self, thread: Any) -> None:
         self._thread = thread
@@ -75,7 +74,7 @@ class _Inherited:
 
 
 def inheriting(init: Any) -> Any:
-    """Returns what makes the thread of a replica, with the state of its caller."""
+    """Wraps the constructor of a replica's thread, so that the thread gets the state of its caller."""
 
     @functools.wraps(init)
     def inheriting_init(self: Any, strategy: Any, *args: Any, **kwargs: Any) -> None:
@@ -86,7 +85,7 @@ def inheriting(init: Any) -> Any:
 
 
 def with_inherited(run: Any) -> Any:
-    """Returns what runs the thread of a replica in that state."""
+    """Wraps the `run` of a replica's thread, so that it runs in the state of its caller."""
 
     @functools.wraps(run)
     def run_with_inherited(self: Any) -> None:

@@ -1,4 +1,4 @@
-"""What is checked when a strategy is made: its settings, and that TensorFlow is not in graph mode."""
+"""Checks when a strategy is made: its settings, and that TensorFlow is not in graph mode."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class CheckedSetting:
 
     Args:
         check: Takes the name and a value. Returns the value to keep, or raises a ConfigurationError.
-        fixed: Whether it is set once, because the strategy is built on it.
-        of_run: Whether a run decides it, such as the devices, and not the script in the run.
-        at_first: Whether `take` may set it although it is fixed, because nothing looks at it before a model is built.
+        fixed: Whether it can be set only once, because the strategy is built on it.
+        of_run: Whether the run decides it, and not the script, such as the devices.
+        at_first: Whether `take` may set it although it is fixed, because it is not read before a model is built.
 
     Example:
         >>> strategy = tfrep.MirroredStrategy(["CPU:0"], bucket_bytes=1 << 20)
@@ -98,15 +98,16 @@ class CheckedSetting:
 
 
 def take_settings(strategy: Any, made: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Gives the strategy of a run the settings with which a script would make one.
+    """Gives the strategy of a run the settings that a script passes to its own strategy.
 
-    What the run decides, such as devices and the communicator, stays as it is. A communicator that the script names is told so.
+    Settings that the run decides, such as devices and the communicator, stay as they are. A script that names another
+    communicator gets a warning.
 
     Args:
-        strategy: The run's.
+        strategy: The run's strategy.
         made: The class that the script calls.
-        args: With what.
-        kwargs: With what else.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
 
     Raises:
         ConfigurationError: A setting has a bad value, or cannot change any more.
@@ -130,7 +131,7 @@ def take_settings(strategy: Any, made: type, args: Sequence[Any], kwargs: Mappin
 
 
 def _warn_of_another(strategy: Any, wanted: Any) -> None:
-    """Tells a script that its run talks through another communicator than the script names."""
+    """Warns a script whose run uses another communicator than the script names."""
     chosen = getattr(getattr(strategy, "communicator", None), "name", None)
     if isinstance(wanted, str) and chosen is not None and wanted not in ("auto", chosen):
         warn(
@@ -153,7 +154,7 @@ def positive(unit: str) -> Callable[[str, Any], int]:
 
 
 def one_of(*names: str) -> Callable[[str, Any], str]:
-    """Returns a check for some words."""
+    """Returns a check that a value is one of some words."""
 
     def check(name: str, value: Any) -> str:
         if not isinstance(value, str) or value not in names:
@@ -183,7 +184,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def function(name: str, value: Any) -> Callable[..., Any]:
-    """Refuses what cannot be called."""
+    """Refuses a value that cannot be called."""
     if not callable(value):
         raise ConfigurationError(message(f"{name} must be a function.", hint="pass one, or None.", **{name: value}))
     return value

@@ -1,4 +1,4 @@
-"""The variables of our strategies: equal copies, those that each replica keeps for itself until a read, and parts of one."""
+"""The variables of our strategies: equal copies, values that each replica keeps for itself until a read, and sharded variables."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class StepsSinceMerge:
         self._marked = True
 
     def mark_in_graph(self) -> None:
-        """Makes the function that is being traced record each of its runs, which Python code does not see."""
+        """Makes the function that is being traced record each of its runs, since Python code does not see them."""
         self._count.assign_add(1)
 
     def not_merged(self) -> bool:
@@ -86,9 +86,9 @@ class ReplicaVariable(_Converts, SyncOnReadVariable):
         self.differs = False
         """Whether a replica has assigned to it inside a step, so that replicas may hold different values."""
         self.held: np.ndarray | None = None
-        """The value over all replicas, for a time in which this process acts alone."""
+        """The value over all replicas, while this process acts alone."""
         extended = self._distribute_strategy.extended
-        if not extended.reads_alone:  # Else the other processes do not make it.
+        if not extended.reads_alone:  # Otherwise the other processes do not make it.
             extended.replica_variables[next(_creation_order)] = self
 
     def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
@@ -103,14 +103,14 @@ class ReplicaVariable(_Converts, SyncOnReadVariable):
             value = self._unless_without_rows(value)
         if not outside or in_replica_update_context() or self.aggregation not in _REDUCED:
             return super().assign(value, use_locking=use_locking, name=name, read_value=read_value)
-        if self.aggregation == tf.VariableAggregation.MEAN:  # All copies get the value, so they need not be read together.
+        if self.aggregation == tf.VariableAggregation.MEAN:  # All copies get the value, so no collective is needed to read it.
             update = super().assign(value, use_locking=use_locking, name=name, read_value=False)
             with tf.control_dependencies([] if update is None else [update]):
                 return tf.identity(self._primary) if read_value else update
         return self._assign_to_all(value)
 
     def _assign_to_all(self, value: Any) -> Any:
-        """Assigns to the copies of all replicas of this process, a sum to the first, also on the thread of one of them."""
+        """Assigns to the copies of all replicas of this process, and a sum only to the first; also on the thread of one replica."""
         value, self.held = tf.cast(value, self.dtype), None
         first = self._distribute_strategy.extended.first_local_replica
         is_sum = self.aggregation == tf.VariableAggregation.SUM
@@ -124,14 +124,14 @@ class ReplicaVariable(_Converts, SyncOnReadVariable):
         return self._assign_to_all(restored_tensors["VARIABLE_VALUE"])
 
     def _unless_without_rows(self, value: Any) -> Any:
-        """Keeps what a replica without examples has of a moving average: the mean over no rows is no number, for good."""
+        """Keeps the moving average of a replica without examples: a mean over no rows would make it NaN for good."""
         share = current_share()
         if share is None or assigns_as_is.value or self.aggregation != tf.VariableAggregation.MEAN:
             return value
         return tf.where(share.value > 0, tf.cast(value, self.dtype), self.read_value())
 
     def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
-        """Returns what a checkpoint holds. A sum is restored as it is assigned: TensorFlow would divide it."""
+        """Returns the saveables of a checkpoint. A sum is restored as it is assigned: TensorFlow would divide it."""
 
         def restore(restored_tensors: Any, restored_shapes: Any) -> Any:
             return self._assign_to_all(restored_tensors[0])
@@ -151,7 +151,7 @@ class ReplicaVariable(_Converts, SyncOnReadVariable):
         if self.aggregation == tf.VariableAggregation.SUM:
             first = self._distribute_strategy.extended.first_local_replica
             for variable in self.values[first == 0 :]:
-                # A variable of a SavedModel has no value yet whose shape could be read.
+                # A variable of a SavedModel has no value yet that tells its shape.
                 is_known = variable.shape.is_fully_defined()
                 variable.assign(tf.zeros(variable.shape, variable.dtype) if is_known else tf.zeros_like(variable))
 
@@ -194,12 +194,12 @@ class ReplicatedVariable(_Converts, MirroredVariable):
         return self._get_on_device_or_primary().handle
 
     def _restore_from_tensors(self, restored_tensors: Any) -> Any:
-        """Gives all copies what a checkpoint holds, also if a step makes the variable later, on the thread of one replica."""
+        """Restores all copies from a checkpoint, even if a step makes the variable later, on the thread of one replica."""
         return [each._restore_from_tensors(restored_tensors) for each in self.values][0]
 
 
 class ProcessVariable(ResourceVariable):
-    """The copy of a process, of a variable that has an equal copy on each."""
+    """A process's copy of a variable that is equal on all processes."""
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
         note_change(self)
@@ -234,7 +234,7 @@ def with_copies_that_are_read(call: Any) -> Any:
 def with_our_class(variable: Any) -> Any:
     """Gives a variable, or TensorFlow's container of its copies, our class."""
     if type(variable) is ResourceVariable:
-        variable.__class__ = ProcessVariable  # TensorFlow's creators make it, who take no other class.
+        variable.__class__ = ProcessVariable  # TensorFlow's creators make it, and take no other class.
     if type(variable) is MirroredVariable:
         return ReplicatedVariable(variable.distribute_strategy, variable.values, variable.aggregation)
     if type(variable) is SyncOnReadVariable:
@@ -243,16 +243,16 @@ def with_our_class(variable: Any) -> Any:
 
 
 def is_sum(variable: Any) -> bool:
-    """Returns whether each replica holds a part of a variable, whose value is the sum of the parts."""
+    """Returns whether each replica holds an addend of a variable, whose value is the sum."""
     on_read = variable.synchronization == tf.VariableSynchronization.ON_READ
     return on_read and variable.aggregation == tf.VariableAggregation.SUM
 
 
 class PartVariable(ReplicaVariable):
-    """A variable that is the replica's own part in a replica, and the whole outside replicas.
+    """A sharded variable: the replica's own part inside a replica, and the whole outside.
 
-    To read it outside replicas gathers the parts, so all processes must do it. To assign to it there takes the own part of a
-    whole value, and needs nobody else.
+    Reading it outside replicas gathers the parts, so all processes must read it. Assigning there keeps the own part of a whole
+    value, without communication.
     """
 
     def __init__(self, strategy: Any, values: Any, aggregation: Any, var_policy: Any = None, cut: Cut | None = None) -> None:
@@ -260,18 +260,18 @@ class PartVariable(ReplicaVariable):
         self.differs = True
         self.cut: Any = cut
         self.stand_in: Any = None
-        """What stands for it in the trace of one device's step: it has the shape of the part of a replica that has one."""
+        """Stands for the variable in the trace of a one-device step, with the shape of one replica's part."""
         self.assigned_alone = False
-        """Whether this process has assigned `held`, and the others know nothing of it."""
+        """Whether this process alone has assigned `held`."""
 
     @classmethod
     def made(cls, extended: Any, creator: Callable[..., Any], cut: Cut, **kwargs: Any) -> PartVariable:
         """Makes a variable of which each replica of this process holds its part.
 
         Args:
-            extended: That of the strategy.
+            extended: The `extended` of the strategy.
             creator: Makes a variable on one device.
-            cut: Which part each replica has.
+            cut: The part that each replica has.
             **kwargs: Arguments of a variable. The initial value is that of the whole.
         """
         initial = kwargs.pop("initial_value")
@@ -287,12 +287,12 @@ class PartVariable(ReplicaVariable):
 
     @property
     def _is_traced(self) -> bool:
-        """Whether the step of one device is traced."""
+        """Whether a one-device step is traced."""
         return self._distribute_strategy._is_one_replica and not tf.executing_eagerly()
 
     @property
     def _extended(self) -> Any:
-        """That of the strategy, also while one device's step runs."""
+        """The `extended` of the strategy, also while a one-device step runs."""
         extended = self._distribute_strategy.extended
         return getattr(extended, "of_all", extended)
 
@@ -312,7 +312,7 @@ class PartVariable(ReplicaVariable):
         return self.cut.shape
 
     def hold_whole(self, reads: bool) -> None:
-        """Gathers the value for a time in which processes act alone. All processes call it.
+        """Gathers the value while processes act alone. All processes call it.
 
         Args:
             reads: Whether this process keeps the value.
@@ -321,7 +321,7 @@ class PartVariable(ReplicaVariable):
         self.held = whole.numpy() if reads else None
 
     def take_from_first(self) -> None:
-        """Takes the own part of what rank 0 has assigned alone. All processes call it."""
+        """Takes the own part of the value that rank 0 has assigned alone. All processes call it."""
         extended = self._distribute_strategy.extended
         communicator = extended.communicator_of(extended.first_local_replica)
         own = tf.zeros(self.shape, self.dtype) if self.held is None else tf.constant(self.held, self.dtype)
@@ -374,7 +374,7 @@ class PartVariable(ReplicaVariable):
 
     def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
         own = self._get_on_device_or_primary()
-        if own.shape != self.shape and getattr(value, "shape", None) == self.shape:  # A slot that begins as its variable.
+        if own.shape != self.shape and getattr(value, "shape", None) == self.shape:  # A slot that starts as its variable.
             context: Any = tf.distribute.get_replica_context()
             value = self.cut.part(value, int(tf.get_static_value(context.replica_id_in_sync_group)))
         return super()._update_replica(update_fn, value, **kwargs)
@@ -389,7 +389,7 @@ class PartVariable(ReplicaVariable):
 
     @property
     def _runs_as_one(self) -> bool:
-        """Whether the step of one device runs eagerly."""
+        """Whether a one-device step runs eagerly."""
         return self._distribute_strategy._is_one_replica and tf.executing_eagerly()
 
     def _get_cross_replica(self) -> Any:

@@ -1,4 +1,7 @@
-"""Packages that decide or report around training: on several processes the chief does it for all. Each has a table here."""
+"""Packages for searches and reports around training: on several processes the chief decides and reports for all.
+
+Each package has a table here.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from tfrep_strategy.errors import UnsupportedVersionError, warn
 
 _WITH_TABLES = ("keras_tuner", "optuna", "mlflow")
 _SWITCHES = {"WANDB_MODE": "disabled"}
-"""Variables by which trackers are told to report nothing."""
+"""Variables that tell trackers to report nothing."""
 
 _made: list[Replacements] = []
 
@@ -21,7 +24,7 @@ _made: list[Replacements] = []
 def let_the_chief_decide(rank: int, size: int) -> None:
     """Prepares for packages that the program imports, or has imported.
 
-    Trackers of other ranks report nothing, unless the user has set their variable. Each rank would make a run of its own.
+    Trackers of other ranks report nothing, unless the user has set their variable. Otherwise each rank would make its own run.
 
     Args:
         rank: The rank of this process.
@@ -45,7 +48,7 @@ def tables() -> list[Replacements]:
 
 
 def _replace(package: Any) -> None:
-    """Replaces what the table of a package names. A release that does not fit works as it does without this package."""
+    """Installs the table of a package. A release that does not fit is left unchanged."""
     table = importlib.import_module(f"{__name__}.{package.__name__}").TABLE
     try:
         table.install(package.__version__)

@@ -1,4 +1,4 @@
-"""What the chief decides for all ranks, and whether they have come to the same end."""
+"""Decisions of the chief for all ranks, and a check that ranks end alike."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def is_chief() -> bool:
 
 
 def is_deciding() -> bool:
-    """Tells whether this thread decides for all at this moment, so that it must not ask the other ranks.
+    """Returns whether this thread decides for all ranks now, so that it must not ask the other ranks.
 
     Returns:
         Whether it does.
@@ -32,13 +32,13 @@ def is_deciding() -> bool:
 
 
 def of_chief(decide: Callable[[], T]) -> T:
-    """Lets rank 0 decide for all. All ranks must come here.
+    """Lets rank 0 decide for all. All ranks must call it.
 
     Args:
-        decide: What rank 0 alone calls. Its result can be pickled.
+        decide: Called on rank 0 only. Its result must be picklable.
 
     Returns:
-        That result, on all ranks.
+        The result, on all ranks.
 
     Raises:
         PeerError: The function failed on rank 0. Raised on the other ranks; rank 0 gets its own error.
@@ -68,15 +68,15 @@ def of_chief(decide: Callable[[], T]) -> T:
 
 
 def refuse_different_ends(what: str, end: str, error: str = "") -> None:
-    """Compares how something has ended on the ranks, which have all done it.
+    """Compares how something ended on the ranks. All ranks must call it.
 
     Args:
-        what: What it was, as "Trial 3".
-        end: How it has ended on this rank, as "COMPLETED" or "ValueError".
-        error: What the error said. Ranks that fail alike may say it otherwise, as with numbers of processes in it.
+        what: Its name, such as "Trial 3".
+        end: How it ended on this rank, such as "COMPLETED" or "ValueError".
+        error: The error's text. It may differ between ranks that fail alike, since it may contain numbers of processes.
 
     Raises:
-        PeerError: It has ended otherwise on some ranks. Raised on all.
+        PeerError: It ended differently on some ranks. Raised on all ranks.
 
     Example:
         >>> refuse_different_ends("Trial 3", "COMPLETED")

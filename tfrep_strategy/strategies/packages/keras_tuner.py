@@ -1,4 +1,4 @@
-"""KerasTuner on several processes: all ranks run a search together, whose choices and files are the chief's."""
+"""KerasTuner on several processes: all ranks run a search together, with the chief's choices and files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _by_chief(original: Callable[[str], Any]) -> Callable[[str], Any]:
 
 def _of_chief_only(original: Any) -> Callable[..., None]:
     def made(path: str, remove_existing: bool = False) -> None:
-        """No rank waits here: a program may ask for a folder on one rank."""
+        """Makes a folder on the chief. No rank waits here, since a program may ask for a folder on one rank."""
         if not is_chief():
             return
         if remove_existing and tf.io.gfile.exists(path):
@@ -68,7 +68,7 @@ def _ended_alike(original: Callable[..., None]) -> Callable[..., None]:
         last_line = (trial.message or "").strip().rpartition("\n")[2]
         try:
             refuse_different_ends(f"Trial {trial.trial_id}", trial.status, last_line)
-        except TfrepError as error:  # On this rank the trial may be over while others are in the middle of it.
+        except TfrepError as error:  # On this rank the trial may be over while others are still running it.
             error.add_note(trial.message or "")
             raise
 

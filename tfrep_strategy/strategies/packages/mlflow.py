@@ -1,6 +1,6 @@
-"""MLflow on several processes: the chief reports. Runs of other ranks go to a folder that ends with their process.
+"""MLflow on several processes: the chief reports. Runs of other ranks go to a folder that is removed when their process ends.
 
-MLflow has no switch that turns reports off, as other trackers have.
+MLflow has no switch that turns reports off.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from tfrep_strategy.core.replacements import Replacement, Replacements, Tested
 from tfrep_strategy.strategies.packages.chief import is_chief
 
 _kept: list[tempfile.TemporaryDirectory[str]] = []
-"""Python removes them when it ends."""
+"""Folders that Python removes when it ends."""
 
 
 def _of_chief_only(original: Callable[[Any], None]) -> Callable[[Any], None]:
     if is_chief():
         return original
     _kept.append(tempfile.TemporaryDirectory(prefix="tfrep-mlflow-"))
-    os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # Else MLflow asks for a database.
+    os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # Otherwise MLflow asks for a database.
     original((Path(_kept[-1].name) / "runs").as_uri())  # In a new folder MLflow makes its first experiment.
     return lambda uri: None
 

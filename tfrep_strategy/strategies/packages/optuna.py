@@ -1,6 +1,6 @@
 """Optuna on several processes: all ranks run the same trials, which the chief chooses and stores.
 
-The chief has the user's storage. Other ranks have a copy of it in memory, so that what a program asks a study needs no other rank.
+The chief has the user's storage. Other ranks have a copy of it in memory, so reading a study needs no other rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DECIDE = ("infer_relative_search_space", "sample_relative", "sample_independent
 
 
 class _OfChief:
-    """A sampler or a pruner that decides on rank 0. What else a program asks it is asked of the user's own."""
+    """A sampler or a pruner whose decisions are made on rank 0. Its other attributes are those of the user's object."""
 
     def __init__(self, own: Any) -> None:
         self._own = own
@@ -50,7 +50,7 @@ def _opened_by_chief_first(original: Callable[..., None]) -> Callable[..., None]
     @functools.wraps(original)
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
         of_chief(lambda: original(self, *args, **kwargs))
-        if not is_chief():  # The tables are there.
+        if not is_chief():  # The tables exist now.
             original(self, *args, **kwargs)
 
     return made
@@ -66,7 +66,7 @@ def _by_chief(original: Callable[..., Any]) -> Callable[..., Any]:
 
         def copied() -> tuple[str, InMemoryStorage] | None:
             own.append(stored := original(*args, **kwargs))
-            if stored is None:  # It was to be deleted.
+            if stored is None:  # The call was a deletion.
                 return None
             copy, name = InMemoryStorage(), stored.study_name
             optuna.copy_study(from_study_name=name, from_storage=stored._storage, to_storage=copy)
@@ -79,7 +79,7 @@ def _by_chief(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_one_end(func: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """An objective that gives all ranks rank 0's value, and refuses to end otherwise on some."""
+    """Returns an objective that gives all ranks rank 0's value, and raises an error if ranks end differently."""
 
     def objective(trial: Any) -> Any:
         try:
