@@ -1,8 +1,8 @@
-"""Makes Keras 3 work under the strategies of this package; the only room that touches Keras's internals.
+"""The replacements with which Keras 3 works under the strategies of this package. No other room touches Keras's internals.
 
-Importing it checks all that it needs of Keras (`internals.py`). It then replaces the functions that decide how replicas work
-together (`tables.py`). Under any other strategy, and under none, each does what Keras wrote,
-unless its entry says otherwise (`does`). `uninstall()` makes Keras what it was.
+Importing this room checks all names that it needs of Keras (`internals.py`). It then replaces the functions that decide how
+replicas work together (`tables.py`). Under other strategies, and under none, each function does what Keras wrote, unless its
+entry says otherwise (`does`). `uninstall()` restores Keras.
 """
 
 import keras

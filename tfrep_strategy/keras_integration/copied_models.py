@@ -1,7 +1,4 @@
-"""A model that is made like another one: how it is compiled, and all that its layers know.
-
-The functions and classes of the user that a compiled model is made with.
-"""
+"""A copy of a model: its compilation, the state of its layers, and the user's functions and classes in its `compile`."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ import keras
 
 
 def cloned(model: Any) -> Any:
-    """Makes a model with the same layers, not compiled. Keras refuses layers of a function that only this process knows."""
+    """Makes a model with the same layers, not compiled. Keras refuses layers with functions that only this process knows."""
 
     def clone(layer: Any) -> Any:
         if type(layer) is not keras.layers.Lambda:
@@ -25,7 +22,7 @@ def cloned(model: Any) -> Any:
     is_made_of_layers = type(model).__module__.startswith("keras.") and type(model) is not keras.Model
     has_lambdas = any(type(layer) is keras.layers.Lambda for layer in model._flatten_layers())
     options = {"clone_function": clone, "recursive": True} if has_lambdas and is_made_of_layers else {}
-    before, model.compiled = model.compiled, False  # Else Keras would compile the copy, too.
+    before, model.compiled = model.compiled, False  # Otherwise Keras would compile the copy as well.
     try:
         return keras.models.clone_model(model, **options)
     finally:
@@ -33,14 +30,14 @@ def cloned(model: Any) -> Any:
 
 
 def compile_as(model: Any, copy: Any) -> None:
-    """Compiles a model like another one, but for one step per execution. Optimizers, losses and metrics are made again.
+    """Compiles a model like another one, but with one step per execution. Optimizers, losses and metrics are new.
 
     Args:
         model: A compiled model.
         copy: The one to compile.
     """
     if type(model).compile is keras.Model.compile and type(model).get_compile_config is keras.Model.get_compile_config:
-        # Two functions may have one name, by which Keras would find them, and those without a name are not found.
+        # Keras finds functions by name: two may share a name, and lambdas have none.
         given = {name: keras.tree.map_structure(_made_again, value) for name, value in model._compile_config.config.items()}
         copy.compile(**{**given, "steps_per_execution": 1})
         if copy.optimizer is not None:
@@ -55,14 +52,14 @@ def _made_again(given: Any) -> Any:
 
 
 def copy_state(model: Any, copy: Any) -> bool:
-    """Gives a model the weights of another one of the same layers, and what preprocessing layers have learned beside weights.
+    """Copies weights, and the state of preprocessing layers that is not in weights, to a model of the same layers.
 
     Args:
-        model: The one that has them.
-        copy: The one that gets them.
+        model: The source.
+        copy: The target.
 
     Returns:
-        Whether there are such layers: compiled functions have taken for constant what they knew before.
+        Whether there are preprocessing layers. Compiled functions hold their former state as constants.
     """
     copy.set_weights(model.get_weights())
     known, own = ([layer for layer in each._flatten_layers() if hasattr(layer, "adapt")] for each in (model, copy))
@@ -74,7 +71,7 @@ def copy_state(model: Any, copy: Any) -> bool:
 
 
 def _learn_from(layer: Any, other: Any) -> None:
-    """Does for one layer what Keras does when it loads a model."""
+    """Copies the state of one layer, as Keras does when it loads a model."""
     store: dict[str, Any] = {}
     other.save_own_variables(store)
     layer.load_own_variables(store)
@@ -82,12 +79,12 @@ def _learn_from(layer: Any, other: Any) -> None:
         return
     with tempfile.TemporaryDirectory(prefix="tfrep-vocabulary-") as folder:
         other.save_assets(folder)
-        if os.listdir(folder):  # Else the vocabulary is part of the config.
+        if os.listdir(folder):  # Otherwise the vocabulary is part of the config.
             layer.load_assets(folder)
 
 
 def custom_objects_of(model: Any) -> dict[str, Any]:
-    """Returns what `compile` was given and what Keras cannot find by name, so that another model can be compiled like this one.
+    """Returns the functions and classes that `compile` got and Keras cannot find by name, to compile another model alike.
 
     Args:
         model: A compiled model.

@@ -1,4 +1,4 @@
-"""A function that makes a data set, in the place of the data set: it works under every strategy and under none."""
+"""A function that makes a data set, passed instead of the data set. It works under every strategy and under none."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tfrep_strategy.keras_integration.internals import TFDatasetAdapter, make_cl
 class DatasetCreator:
     """Data for `fit`, `evaluate` and `predict` that is made where it is read.
 
-    In `fit` under a parameter-server strategy, with `steps_per_epoch`, every worker runs a pipeline of its own, which goes
-    on from epoch to epoch and should repeat and shuffle. Under a multi-worker strategy every process makes the pipeline of
+    In `fit` under a parameter-server strategy, with `steps_per_epoch`, every worker runs its own pipeline, which continues from
+    epoch to epoch and should repeat and shuffle. Under a multi-worker strategy every process makes the pipeline of
     its replica. Under no strategy, and in validation, `evaluate` and `predict` under a parameter-server strategy, one
     pipeline is read, each time from its start.
 
@@ -26,8 +26,8 @@ class DatasetCreator:
         input_options: `tf.distribute.InputOptions` for the strategy, if any.
 
     Raises:
-        TypeError: `dataset_fn` is not callable or takes no argument, or `input_options` is something else; and when the
-            data is made, if it is not a `tf.data.Dataset`.
+        TypeError: `dataset_fn` is not callable or takes no argument, or `input_options` has another type. Also raised when
+            the data is made, if it is not a `tf.data.Dataset`.
 
     Example:
         >>> def dataset_fn(context):
@@ -58,13 +58,13 @@ class DatasetCreator:
         """Makes the data set.
 
         Args:
-            input_context: What `dataset_fn` gets; by default that of one process with one replica.
+            input_context: The argument of `dataset_fn`; by default that of one process with one replica.
 
         Returns:
             A `tf.data.Dataset`.
 
         Raises:
-            TypeError: `dataset_fn` returned something else.
+            TypeError: `dataset_fn` returned another type.
         """
         dataset = self.dataset_fn(tf.distribute.InputContext() if input_context is None else input_context)
         if not isinstance(dataset, tf.data.Dataset):
@@ -75,13 +75,13 @@ class DatasetCreator:
         return dataset
 
     def with_class_weight(self, class_weight: Mapping[int, float]) -> DatasetCreator:
-        """Returns a creator whose examples (x, y) have the weights of their classes, as `fit` gives them."""
+        """Returns a creator whose examples (x, y) are weighted by class, as in `fit`."""
         weigh = make_class_weight_map_fn(class_weight)
         return DatasetCreator(lambda context: self(context).map(weigh), self.input_options)
 
 
 def make_and_adapt(get_data_adapter: Any, x: Any, *args: Any, make: Any = None, **kwargs: Any) -> Any:
-    """Adapts data as Keras does, and a `DatasetCreator` or a distributed data set, too.
+    """Adapts data as Keras does, including a `DatasetCreator` or a distributed data set.
 
     Args:
         get_data_adapter: Keras's own function, with its arguments.
@@ -99,11 +99,11 @@ def make_and_adapt(get_data_adapter: Any, x: Any, *args: Any, make: Any = None, 
 
 
 def _adapt_distributed(get_data_adapter: Any, x: Any, *args: Any, class_weight: Any = None, **kwargs: Any) -> Any:
-    """Adapts a data set that the user has distributed: Keras knows those of TensorFlow's own strategies, by their names."""
-    get_data_adapter(tf.data.Dataset.range(0), *args, **kwargs)  # Refuses what it refuses beside any data set.
+    """Adapts a data set that the user has distributed. Keras recognizes those of TensorFlow's strategies by name."""
+    get_data_adapter(tf.data.Dataset.range(0), *args, **kwargs)  # Refuses arguments that no data set takes.
     return TFDatasetAdapter(x, class_weight)
 
 
 EXPERIMENTAL = types.ModuleType("keras.utils.experimental")
-"""Where it was in Keras 2."""
+"""The module of `DatasetCreator` in Keras 2."""
 EXPERIMENTAL.DatasetCreator = DatasetCreator  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""A driver: the methods that Keras's own code calls in the place of what is replaced."""
+"""The base class of drivers: the methods that Keras's code calls instead of replaced functions."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tfrep_strategy.keras_integration.tables import ModelPatches, TrainingPatche
 
 
 class KerasDriver(TrainingPatches, ModelPatches):
-    """Trains as Keras wrote it; the drivers of strategies override what they need.
+    """Trains as Keras wrote it. The drivers of strategies override methods.
 
     A method has the name of an entry of the tables. It gets Keras's own function, then the arguments of the call.
 
     Args:
-        strategy: The strategy that brings it.
+        strategy: The strategy of the driver.
     """
 
     def __init__(self, strategy: Any) -> None:
@@ -25,12 +25,12 @@ class KerasDriver(TrainingPatches, ModelPatches):
 
     @property
     def strategy(self) -> Any:
-        """The strategy that has brought this driver."""
+        """The strategy of this driver."""
         return self._strategy()
 
     @property
     def has_several(self) -> bool:
-        """Whether the strategy has more to train with than one device."""
+        """Whether the strategy trains on more than one device."""
         return True
 
     @property
@@ -39,9 +39,9 @@ class KerasDriver(TrainingPatches, ModelPatches):
         return False
 
     def num_processes(self) -> int:
-        """Counts the processes that train together, and call what saves at the same time."""
+        """Returns the number of processes that train together, and save at the same time."""
         return 1
 
 
 registry = Registry(KerasDriver)
-"""All that is replaced."""
+"""All replacements in Keras."""

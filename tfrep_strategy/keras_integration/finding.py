@@ -1,7 +1,7 @@
-"""How a driver is found: by the strategy of the object that Keras passes, or by the one in scope.
+"""Finds a driver by the strategy of the object that Keras passes, or by the strategy in scope.
 
-A strategy brings its driver as `strategy.extended.keras_driver`. None stands for what Keras does by itself, under the strategies of
-others and under none.
+The driver of a strategy is `strategy.extended.keras_driver`. None means that Keras's own code runs, as under other packages'
+strategies and under none.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ import tensorflow as tf
 from tfrep_strategy.core.scoped import Setting
 
 loops_data_of: Setting[Any] = Setting(None)
-"""The driver for whose loop an adapter of data is made now; None outside loops."""
+"""The driver whose loop makes a data adapter now; None outside loops."""
 
 
 driver_of_trace: Setting[Any] = Setting(None)
-"""The driver for the step of one device that is traced now; None outside of such traces."""
+"""The driver of the one-device step that is traced now; None outside such traces."""
 
 
 def driver_of(strategy: Any) -> Any:
-    """Returns the driver that a strategy brings; for None, and for strategies of others, None."""
+    """Returns the driver of a strategy; None for other packages' strategies and for None."""
     return getattr(getattr(strategy, "extended", None), "keras_driver", None)
 
 
 def driver_in_scope(*args: Any, **kwargs: Any) -> Any:
-    """Returns the driver of the strategy in scope, or that of the step of one device which is traced."""
+    """Returns the driver of the strategy in scope, or of the one-device step that is traced."""
     return driver_of_trace.value or driver_of(tf.distribute.get_strategy())
 
 
 def driver_of_model(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Returns the driver of the strategy that a model was made under; of what is no model, None."""
+    """Returns the driver of the strategy that a model was made under; None for other objects."""
     return driver_of(getattr(model, "distribute_strategy", None))
 
 
@@ -59,28 +59,28 @@ def of_outputs(values: Any, strategy: Any, reduction: Any) -> Any:
 
 
 def of_predictions(tensors: Any) -> Any:
-    """Returns the driver of the workers that make predictions; None where they are tensors already."""
+    """Returns the driver of the workers that make predictions; None if the predictions are tensors already."""
     return driver_of(getattr(tensors[0], "strategy", None))
 
 
 def of_reader(*args: Any, **kwargs: Any) -> Any:
-    """Returns the driver for whose loop data is adapted."""
+    """Returns the driver whose loop adapts data."""
     return loops_data_of.value
 
 
 def of_variable(variable: Any, *args: Any, **kwargs: Any) -> Any:
-    """Returns the driver that a variable on servers belongs to, which needs no scope; else the one in scope."""
-    # TensorFlow's containers of copies look for what they lack in their value, which replicas would sum up.
+    """Returns the driver that a variable on servers holds, which needs no scope; else the driver in scope."""
+    # TensorFlow's containers of copies forward unknown attributes to their value, which replicas would sum up.
     own = inspect.getattr_static(getattr(variable, "_value", None), "keras_driver", None)
     return driver_in_scope() if own is None else own
 
 
 def of_embedding(layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Returns the driver that the table of a layer belongs to; else the one in scope."""
+    """Returns the driver of a layer's table; else the driver in scope."""
     return of_variable(getattr(layer, "_embeddings", None))
 
 
 def of_optimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Returns the driver in scope; outside scopes, that of the strategy that the optimizer was made under."""
+    """Returns the driver in scope; outside scopes, the driver of the optimizer's strategy."""
     driver = driver_in_scope()
     return driver_of(optimizer._distribution_strategy) if driver is None else driver

@@ -1,4 +1,4 @@
-"""The private names of Keras that this room uses, beside those that the tables replace. They are looked up at import."""
+"""The private names of Keras that this room uses but does not replace. They are looked up at import."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _BEFORE = {
     "backend.tensorflow.trainer:Trainer": "backend.tensorflow.trainer:TensorFlowTrainer",
     "trainers.trainer:BaseTrainer": "trainers.trainer:Trainer",
 }
-"""Where Keras had before 3.16 what it has moved since. All other code of this room names it as 3.16 does."""
+"""Places before Keras 3.16, by the places that all other code of this room uses."""
 
 misfits: list[str] = []
-"""What this Keras does not have."""
+"""Names that this Keras lacks."""
 
 
 @functools.cache
 def place(target: str) -> str:
-    """Finds where this Keras has something.
+    """Returns the place of a name in this Keras.
 
     Args:
-        target: `module` or `module:name` below `keras.src`, as in Keras 3.16; `name` may be one of a class, as `Class.method`.
+        target: `module` or `module:name` below `keras.src`, as in Keras 3.16. `name` may be `Class.method`.
 
     Returns:
-        The same, or what Keras had before; the same, too, if this Keras has neither.
+        The target, or its place before Keras 3.16. If this Keras has neither, the target.
 
     Example:
         >>> place("trainers.trainer:BaseTrainer.compile")
@@ -58,7 +58,7 @@ def _private(module: str, name: str = "") -> Any:
     return private(f"keras.src.{found}", path, misfits=misfits)
 
 
-# State of a thread, and what a layer or a loss puts beside a tensor.
+# State of a thread, and attributes of tensors that layers and losses set.
 global_state = _private("backend.common.global_state")
 _private("backend.common.global_state", "GLOBAL_STATE_TRACKER")
 get_global_attribute = _private("backend.common.global_state", "get_global_attribute")
@@ -69,7 +69,7 @@ in_stateless_scope = _private("backend.common.stateless_scope", "in_stateless_sc
 global_seed_generator = _private("random.seed_generator", "global_seed_generator")
 get_random_seed = _private("utils.rng_utils", "get_random_seed")
 
-# What models are made of.
+# Parts of models.
 Variable = _private("backend.tensorflow.ops.core", "Variable")
 BaseOptimizer = _private("optimizers.base_optimizer", "BaseOptimizer")
 

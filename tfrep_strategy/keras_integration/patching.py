@@ -1,7 +1,7 @@
-"""How Keras is changed: each `Patch` of a registry replaces one attribute of it.
+"""Replaces attributes of Keras: each `Patch` of a registry replaces one.
 
-A patch names its attribute, the signature that it expects there, and why Keras has to be changed. `install` checks all patches
-of this package before it makes the first one; `uninstall` puts back the very objects that Keras had; `describe` lists them.
+A patch names its attribute, the signature that it expects there, and the reason. `install` checks all patches
+of this package before it makes the first one. `uninstall` restores the original objects. `describe` lists the patches.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ _MISSING = object()
 
 
 class Patch:
-    """One attribute of Keras, and what stands in its place.
+    """One attribute of Keras, and its replacement.
 
-    A patch is a class attribute of `KerasDriver`. What it does is the method of that name of the driver that is found when Keras
-    calls: it gets Keras's own function, then the arguments. The base driver calls that function, as is done without a driver.
+    A patch is a class attribute of `KerasDriver`. When Keras calls the attribute, the driver's method of the patch's name is called
+    with Keras's own function and the arguments. The base driver calls Keras's function, as happens without a driver.
 
     Args:
-        target: `module:attribute` or `module:Class.attribute` below `keras.src`, as Keras 3.16 has it, or an absolute one below
+        target: `module:attribute` or `module:Class.attribute` below `keras.src`, as in Keras 3.16, or an absolute one below
             `keras`. A name without a colon is a module that modules of Keras import.
-        expects: The signature, as `inspect.signature` prints it. A tuple, where releases that are supported differ.
-        why: Why Keras has to be changed.
-        driver: Gets the arguments of the call and returns the driver, or None; else as the topic says.
-        does: What is done without a driver, and by the base driver, if that is not what Keras does.
-        everywhere: Whether to replace it in each module that has imported it by name, too.
-        in_subclasses: Whether to replace it in classes that `install_in` is told of, and not in the class itself.
-        adds: What to put there if Keras has nothing of that name. A function gets no original.
-        instead: What to put there; no driver is asked.
-        optional: Whether a Keras that has no such attribute is left as it is.
+        expects: The signature, as `inspect.signature` prints it. A tuple if supported releases differ.
+        why: The reason.
+        driver: Gets the arguments of the call and returns the driver, or None. Default: that of the topic.
+        does: Called without a driver, and by the base driver, instead of Keras's function.
+        everywhere: Whether to replace it also in each module that has imported it by name.
+        in_subclasses: Whether to replace it only in classes that are passed to `install_in`, and not in the class itself.
+        adds: The new attribute if Keras has none of that name. A function gets no original.
+        instead: The replacement; no driver is asked.
+        optional: Whether the patch is skipped if this Keras lacks the attribute.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Patch:
         self.everywhere, self.in_subclasses, self._optional = everywhere, in_subclasses, optional
         self.find_driver, self._does, self._adds, self._instead = driver, does, adds, instead
         self._changed: list[tuple[Any, str, Any]] = []
-        self._changed_classes: weakref.WeakSet[type] = weakref.WeakSet()  # Of users, who may make one in each call of a function.
+        self._changed_classes: weakref.WeakSet[type] = weakref.WeakSet()  # Weak: users may make a class in each call of a function.
 
     def __set_name__(self, owner: Any, name: str) -> None:
         self.name = name
@@ -82,14 +82,14 @@ class Patch:
 
     @property
     def row(self) -> Row:
-        """The patch as `describe` lists it."""
+        """The row of the patch in the table."""
         return Row(self.topic, self.target, self.expects[0], self.why, self.otherwise)
 
     def find(self) -> tuple[Any, str, Any]:
-        """Finds what is to be replaced.
+        """Finds the attribute to replace.
 
         Returns:
-            The module or class that defines it, its name there, and what stands there, as it is stored; `_MISSING` if nothing does.
+            The module or class that defines it, its name there, and its value as it is stored; `_MISSING` if there is none.
         """
         module_name, _, path = place(self.target).partition(":")
         if not path:
@@ -106,13 +106,13 @@ class Patch:
         return owner, name, found
 
     def misfit(self) -> str:
-        """Says how this Keras differs from the one that is expected; empty if it does not."""
+        """Describes how this Keras differs from the expected one; empty if it does not."""
         owner, _, found = self.find()
         target = place(self.target)
         if self._adds is not None:
             return f"`{target}` has no place." if owner is None else ""
         if found is _MISSING:
-            # What an older Keras lacks, a newer one has moved.
+            # An attribute that an older Keras lacks was moved if a newer one lacks it.
             return f"`{target}` is gone." if not self._optional or KERAS.is_newer(keras.__version__) else ""
         if self.expects == ("",):
             return ""
@@ -146,7 +146,7 @@ class Patch:
                 self._changed_classes.add(owner)
 
     def uninstall(self) -> None:
-        """Puts back what was there."""
+        """Restores the original attribute."""
         while self._changed:
             owner, name, original = self._changed.pop()
             if original is _MISSING:
@@ -157,7 +157,7 @@ class Patch:
             _, name, _ = self.find()
             for kind in self._changed_classes:
                 found: Any = vars(kind).get(name)
-                if hasattr(found, "is_patched"):  # Else somebody has replaced it since.
+                if hasattr(found, "is_patched"):  # Otherwise other code has replaced it since.
                     setattr(kind, name, found.__wrapped__)
             self._changed_classes.clear()
 
@@ -173,7 +173,7 @@ class Patch:
             driver = find_driver(*args, **kwargs)
             return (without_driver if driver is None else getattr(driver, method))(original, *args, **kwargs)
 
-        if isinstance(original, type):  # What else `wraps` reads of a class it would make there.
+        if isinstance(original, type):  # `wraps` would create other attributes that it reads of a class.
             replaced = functools.wraps(original, ("__module__", "__name__", "__qualname__", "__doc__"), ())(replaced)
         else:
             replaced = functools.wraps(original)(replaced)
@@ -182,9 +182,9 @@ class Patch:
 
 
 def _attributes_that_are(value: Any) -> Iterator[tuple[Any, str]]:
-    """Finds the modules that have imported something by name, as Keras's data sets, and programs, import `get_file`.
+    """Finds the modules that have imported an object by name, as Keras's data sets and programs import `get_file`.
 
-    A module that is imported itself, such as `warnings`, is looked for in modules of Keras alone.
+    For a module, such as `warnings`, only modules of Keras are searched.
     """
     for module_name, module in list(sys.modules.items()):
         if isinstance(module, types.ModuleType) and (not isinstance(value, types.ModuleType) or _is_of_keras(module_name)):
@@ -196,18 +196,18 @@ def _is_of_keras(module_name: str) -> bool:
 
 
 def _namespace(owner: Any) -> Any:
-    """Returns what a class or module defines itself. Some modules load themselves when they are asked."""
+    """Returns the attributes that a class or module defines itself. Some modules load themselves on attribute access."""
     return object.__getattribute__(owner, "__dict__") if isinstance(owner, types.ModuleType) else vars(owner)
 
 
 @dataclass(frozen=True)
 class Topic:
-    """Begins a part of the table: the patches that follow it in the class.
+    """The head of a part of the table: it holds for the patches that follow it in the class.
 
     Args:
-        title: What part of Keras is changed.
-        otherwise: Why neither a subclass nor a public hook of Keras does it.
-        driver: How the driver is found for those that say nothing of it: gets the arguments of the call.
+        title: The part of Keras that is changed.
+        otherwise: The reason why neither a subclass nor a public hook of Keras suffices.
+        driver: Finds the driver from the arguments of the call, for patches without their own `driver`.
     """
 
     title: str
@@ -216,7 +216,7 @@ class Topic:
 
 
 class Registry:
-    """The patches of a class and its bases, in the order in which they stand there."""
+    """The patches of a class and its bases, in order."""
 
     def __init__(self, table: type) -> None:
         self.patches: list[Patch] = []
@@ -231,14 +231,14 @@ class Registry:
                 self.patches.append(entry)
 
     def misfits(self) -> list[str]:
-        """Says which patches do not fit this Keras, and how. One that is made already fits."""
+        """Describes the patches that do not fit this Keras. Installed patches fit."""
         return [misfit for patch in self._fresh() if (misfit := patch.misfit())]
 
     def install(self) -> None:
-        """Checks every patch, and then makes them all. Nothing is changed where one does not fit, or all are made already.
+        """Checks every patch, then installs all. Nothing is changed if one does not fit, or all are installed.
 
         Raises:
-            UnsupportedVersionError: Some do not fit this Keras. It names each of them.
+            UnsupportedVersionError: Patches do not fit this Keras. The message names each of them.
         """
         KERAS.refuse_misfits(keras.__version__, self.misfits())
         for patch in self._fresh():
@@ -248,7 +248,7 @@ class Registry:
         return [patch for patch in self.patches if not patch._changed]
 
     def uninstall(self) -> None:
-        """Makes Keras what it was before `install`."""
+        """Restores Keras to its state before `install`."""
         for patch in reversed(self.patches):
             patch.uninstall()
 

@@ -1,6 +1,6 @@
-"""The steps of a `fit` in traces: each has an event, and those that a run is to trace are traced on all ranks.
+"""The steps of a `fit` in traces: each step has an event, and the steps that a run profiles are traced on all ranks.
 
-Processes of parameter servers take no steps together. All of them trace the time in which the coordinator hands out the steps.
+Processes of parameter servers do not step together. All of them trace the time in which the coordinator hands out the steps.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from tfrep_strategy.errors import ConfigurationError, TfrepError, message
 
 
 class Traces(Protocol):
-    """The traces of all processes, from when they are made until `end`. Their errors are reported: training goes on.
+    """The traces of all processes, from their creation until `end`. Errors are reported, and training continues.
 
     Attributes:
-        run_folder: Where they go.
+        run_folder: The folder of the traces.
     """
 
     run_folder: Path
 
     def end(self) -> list[TraceReport]:
-        """Ends them. Returns the reports; none where another process shows them."""
+        """Ends the traces. Returns the reports; none if another process shows them."""
 
     def abandon(self) -> None:
-        """Ends them when a step has failed, so that other processes may not answer."""
+        """Ends the traces after a step has failed, when other processes may not answer."""
 
 
 class TracesOfRanks:
-    """One trace on each rank. All ranks make and end it between the same steps.
+    """One trace on each rank. All ranks start and end it between the same steps.
 
     Args:
         strategy: The strategy of the model.
@@ -48,7 +48,7 @@ class TracesOfRanks:
         self._strategy = strategy
         self.run_folder: Path = strategy.extended.broadcast_object(new_run_folder(folder_of_environment()))
         self._trace = Trace(self.run_folder, f"rank{getattr(strategy, 'rank', 0)}")
-        strategy.extended.barrier()  # Else the first step would wait for the rank that starts its trace last.
+        strategy.extended.barrier()  # Otherwise the first step would include the wait for the slowest rank.
         self._trace.begin()
 
     def end(self) -> list[TraceReport]:
@@ -105,16 +105,16 @@ class ProfiledFit:
     """Marks the steps of a `fit` in traces, and traces some of them.
 
     Args:
-        wanted: The steps to trace; None: none of this `fit`.
+        wanted: The steps to trace; None for no step of this `fit`.
         make_traces: Starts the traces.
-        speaks: Whether this process tells the user what was traced.
+        speaks: Whether this process reports the traces to the user.
 
     Attributes:
-        done: How many steps have begun.
+        done: Number of steps that have begun.
     """
 
     _fits = 0
-    """How many `fit`s of this program have begun."""
+    """Number of `fit`s of this program that have begun."""
 
     def __init__(self, wanted: TracedSteps | None, make_traces: Any, speaks: bool) -> None:
         self.wanted, self._make_traces, self._speaks = wanted, make_traces, speaks
@@ -141,7 +141,7 @@ class ProfiledFit:
             self.end()
 
     def end(self) -> None:
-        """Ends the traces, and tells of them. Every rank has to call it."""
+        """Ends the traces, and reports them. Every rank must call it."""
         wanted, self.wanted = self.wanted, None
         if wanted is None:
             return
@@ -153,12 +153,12 @@ class ProfiledFit:
         if self._traces is not None:
             reports = self._traces.end()
             if reports:
-                with contextlib.suppress(OSError):  # A full disk. The user is shown it.
+                with contextlib.suppress(OSError):  # The disk may be full. The user sees the summary anyway.
                     write_summary(reports, self._traces.run_folder)
                 show_summary(reports, what, self._traces.run_folder, sys.stderr)
 
     def abandon(self) -> None:
-        """Ends the traces of a `fit` that has failed. What was traced is kept."""
+        """Ends the traces of a `fit` that has failed, and keeps them."""
         wanted, self.wanted = self.wanted, None
         if wanted is not None and self._traces is not None:
             self._traces.abandon()
@@ -170,21 +170,21 @@ class ProfiledFit:
 
 
 def say_without_fit() -> None:
-    """Tells the user of a program that has ended that nothing was profiled, if that was wanted, and the program called no `fit`."""
+    """Tells the user that nothing was profiled, if a profile was wanted and the program has ended without a `fit`."""
     if not ProfiledFit._fits and steps_of_environment() is not None:
         print("tfrep: no step was profiled: the script has called no fit.", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def profiled(make_traces: Any, speaks: bool) -> Iterator[ProfiledFit]:
-    """Profiles what the body, a `fit`, does.
+    """Profiles the body, which runs a `fit`.
 
     Args:
         make_traces: Starts the traces.
-        speaks: Whether this process tells the user what was traced.
+        speaks: Whether this process reports the traces to the user.
 
     Yields:
-        What marks the steps.
+        The `ProfiledFit`, which marks the steps.
     """
     wanted = None if ProfiledFit._fits else steps_of_environment()
     ProfiledFit._fits += 1

@@ -1,14 +1,12 @@
-"""Objects made outside the scope, by Keras 2, TensorFlow 1 or Horovod, and programs that forget the scope: told before they train.
+"""Refusals before training: objects made outside the scope, objects of Keras 2, TensorFlow 1 or Horovod, and a forgotten scope.
 
-Training outside all scopes, in a process whose strategy has several replicas: the program has forgotten the scope.
-Several ranks would each train a model of their own. In one process, one device would do all of the work.
-
-Models, optimizers, metrics and variables that were made outside the scope in which they are to train.
-What no strategy has made is one set of variables that all replicas change, or one on each process that nobody else sees.
-
-Models and optimizers of `tf_keras`, which is Keras 2, refuse to work under the strategies of this package.
-Keras 2 aggregates losses, gradients and predictions as TensorFlow's own strategies need it. Here its results would be wrong. Where
-no strategy of this package takes part, `tf_keras` works as ever. It is never imported here.
+* Training outside all scopes, in a process whose strategy has several replicas, means that the program has forgotten the scope.
+  Several ranks would each train their own model. In one process, one device would do all of the work.
+* Models, optimizers, metrics and variables made outside the scope in which they train are one set of variables that all
+  replicas change, or one set on each process that no other process sees.
+* Models and optimizers of `tf_keras`, which is Keras 2, aggregate losses, gradients and predictions as TensorFlow's own
+  strategies need it. Here their results would be wrong. Under other strategies `tf_keras` works unchanged. It is never imported
+  here.
 """
 
 from __future__ import annotations
@@ -28,20 +26,20 @@ from tfrep_strategy.keras_integration.finding import driver_of, driver_of_model,
 
 
 def refuse_foreign_model(model: Any, strategy: Any, method: str) -> None:
-    """Refuses a model that was made elsewhere.
+    """Refuses a model that was made outside the strategy's scope.
 
     Raises:
-        ConfigurationError: when it was not made in the scope of the strategy.
+        ConfigurationError: The model was not made in the scope of the strategy.
     """
     if model._distribute_strategy is not strategy:
         _refuse(f"`{method}`", "a model", strategy, model=model.name)
 
 
 def refuse_foreign_metrics(model: Any, strategy: Any, method: str) -> None:
-    """Refuses metrics that a model has beside those of `compile`, and that were made elsewhere: each process would log its rows.
+    """Refuses a model's metrics beside those of `compile` if they were made outside the scope: each process would log its own rows.
 
     Raises:
-        ConfigurationError: when one of them was not made in the scope of the strategy.
+        ConfigurationError: A metric was not made in the scope of the strategy.
     """
     for metric in model.metrics:
         if any(_is_foreign(variable, strategy) for variable in metric.variables):
@@ -49,10 +47,10 @@ def refuse_foreign_metrics(model: Any, strategy: Any, method: str) -> None:
 
 
 def refuse_foreign_parts(model: Any, strategy: Any) -> None:
-    """Refuses what `compile` was given and what was made elsewhere.
+    """Refuses an optimizer or metrics of `compile` that were made outside the scope.
 
     Raises:
-        ConfigurationError: when its optimizer, or one of the metrics, was not made in the scope of the strategy.
+        ConfigurationError: The optimizer, or one of the metrics, was not made in the scope of the strategy.
     """
     if getattr(model.optimizer, "_distribution_strategy", strategy) is not strategy:
         _refuse("`compile`", "an optimizer", strategy, optimizer=model.optimizer.name, model=model.name)
@@ -62,10 +60,11 @@ def refuse_foreign_parts(model: Any, strategy: Any) -> None:
 
 
 def refuse_foreign_optimizer(optimizer: Any, strategy: Any) -> None:
-    """Refuses an optimizer that was made or is built elsewhere, also inside one that was not: each replica would count its steps.
+    """Refuses an optimizer that was made or is built outside the scope, also as a part of another: each replica would count its
+    steps.
 
     Raises:
-        ConfigurationError: when it was not made, or is not built, in the scope of the strategy.
+        ConfigurationError: The optimizer was not made, or is not built, in the scope of the strategy.
     """
     if optimizer._distribution_strategy is not strategy:
         _refuse("A step", "an optimizer", strategy, optimizer=optimizer.name)
@@ -81,10 +80,10 @@ def refuse_foreign_optimizer(optimizer: Any, strategy: Any) -> None:
 
 
 def refuse_foreign_variables(variables: Sequence[Any], strategy: Any) -> None:
-    """Refuses to optimize, in a loop of the user's own too, what the strategy in scope has not made.
+    """Refuses to optimize variables that the strategy in scope has not made, also in a custom training loop.
 
     Raises:
-        ConfigurationError: when one of the variables was not made in the scope of the strategy.
+        ConfigurationError: A variable was not made in the scope of the strategy.
     """
     for variable in variables:
         if _is_foreign(variable, strategy):
@@ -116,11 +115,11 @@ def refuse_old_optimizer(optimizer: Any, what: str) -> None:
     """Refuses an optimizer of TensorFlow 1, of Keras 2 or of Horovod.
 
     Args:
-        optimizer: What was given as one: a Keras optimizer, a name, a configuration, anything.
-        what: Who got it.
+        optimizer: A Keras optimizer, a name, a configuration, or anything else.
+        what: The receiver, such as "`compile`".
 
     Raises:
-        ConfigurationError: It is of one of those.
+        ConfigurationError: The optimizer is of one of those packages.
 
     Example:
         >>> refuse_old_optimizer(tf.compat.v1.train.AdamOptimizer(0.01), "`compile`")
@@ -141,10 +140,10 @@ def refuse_old_callbacks(callbacks: Any) -> None:
     """Refuses callbacks of Horovod.
 
     Args:
-        callbacks: What `fit` was given.
+        callbacks: The callbacks of `fit`.
 
     Raises:
-        ConfigurationError: One of them is of Horovod.
+        ConfigurationError: A callback is Horovod's.
     """
     if isinstance(callbacks, keras.callbacks.CallbackList):
         callbacks = callbacks.callbacks
@@ -167,9 +166,9 @@ _CALLS_OF_MODELS = ("compile", "fit", "evaluate", "predict", "train_on_batch", "
 
 
 class NoticesKeras2:
-    """Looks whether the program has imported `tf_keras`: when a scope begins, and when a variable is made in one.
+    """Checks whether the program has imported `tf_keras`: when a scope begins, and when a variable is made in one.
 
-    No model and no optimizer comes to a strategy otherwise. It is a mixin for the `extended` of a strategy, and comes before
+    Models and optimizers reach a strategy only in these ways. This is a mixin for the `extended` of a strategy. It comes before
     TensorFlow's class.
     """
 
@@ -184,7 +183,7 @@ class NoticesKeras2:
 
 def _look() -> None:
     package = sys.modules.get("tf_keras")
-    if package is not None and hasattr(package, "Model"):  # Else another thread is importing it.
+    if package is not None and hasattr(package, "Model"):  # Otherwise another thread is importing it.
         _change(package)
 
 
@@ -197,7 +196,7 @@ def _change(package: Any) -> None:
 
 
 def _let_refuse(kind: type, name: str, what: str, find_driver: Callable[..., Any]) -> None:
-    """Replaces a method by one that refuses objects which belong to a strategy of this package, or are used in its scope."""
+    """Replaces a method by one that refuses objects that belong to a strategy of this package, or are used in its scope."""
     original = getattr(kind, name)
 
     @functools.wraps(original)
@@ -218,7 +217,7 @@ def _let_refuse(kind: type, name: str, what: str, find_driver: Callable[..., Any
 
 
 _strategies: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""Those that are still alive, by the order in which they were made."""
+"""The living strategies, in the order of their creation."""
 _numbers = itertools.count()
 _warned: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -243,7 +242,7 @@ def evaluate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
     """Calls `evaluate` or `test_on_batch` of such a model. With the same data, each rank gets the result of one device.
 
     Raises:
-        ConfigurationError: Each rank has data of its own, and would get a result of its own.
+        ConfigurationError: Each rank has its own data, and would get its own result.
     """
     strategy = _forgotten(model.distribute_strategy)
     if strategy is not None and getattr(strategy, "rank_data", None) == "own":
@@ -263,11 +262,11 @@ def apply(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: An
 
 
 def _forgotten(owner: Any) -> Any:
-    """Returns the strategy whose scope is missing here; None if none is missing, or the strategy allows that.
+    """Returns the strategy whose scope is missing; None if none is missing, or the strategy allows it.
 
-    What was made in the scope of a strategy of others is there on purpose.
+    Objects made in the scope of another package's strategy are there on purpose.
 
-    Of several strategies it is the latest, and one that connects ranks if there is one: the latest of these is never freed, so that
+    Of several strategies, the latest one is returned, preferring those that connect ranks. The latest of these is never freed, so
     all ranks decide alike.
     """
     if not _strategies or tf.distribute.has_strategy():

@@ -1,4 +1,4 @@
-"""What of Keras is replaced: models and what they are made with, loops, data, optimizers, losses and metrics."""
+"""The table of replacements in Keras: models and their parts, loops, data, optimizers, losses and metrics."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from tfrep_strategy.keras_integration.patching import Patch, Topic
 
 
 def clear_but_keep_scope(clear_session: Any, *args: Any, **kwargs: Any) -> None:
-    """Keeps the default graph where a strategy is in scope.
+    """Keeps the default graph while a strategy is in scope.
 
-    TensorFlow remembers in that graph which strategy is in scope. With another graph, what follows would be trained under
-    none, on every rank alone, and the scope could not be left.
+    TensorFlow stores the strategy in scope in that graph. With another graph, later training would run under no
+    strategy, on every rank alone, and the scope could not be left.
     """
     graph = default_graph_stack.get_default() if tf.distribute.has_strategy() else None
     clear_session(*args, **kwargs)
@@ -41,14 +41,14 @@ def clear_but_keep_scope(clear_session: Any, *args: Any, **kwargs: Any) -> None:
 
 
 class WarningsOfKeras:
-    """The module `warnings`, as modules of Keras see it."""
+    """The module `warnings` for modules of Keras."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(warnings, name)
 
     @staticmethod
     def warn(message: Any, category: Any = None, stacklevel: int = 1, source: Any = None, **kwargs: Any) -> None:
-        """Does what `warnings.warn` does, as if no function of Keras had been replaced."""
+        """Acts like `warnings.warn`, as if no function of Keras had been replaced."""
         frame: Any = sys._getframe(1)
         level = 1
         while frame is not None and stacklevel > 0:
@@ -64,10 +64,10 @@ def minimize_as_in_keras_2(self: Any, loss: Any, var_list: Any, tape: tf.Gradien
     Args:
         loss: A scalar tensor, with the `tape` that has recorded it, or a function that returns one.
         var_list: Keras variables, or a function that returns them.
-        tape: A `tf.GradientTape`; needed where `loss` is a tensor.
+        tape: A `tf.GradientTape`; needed if `loss` is a tensor.
 
     Raises:
-        ConfigurationError: `loss` is a tensor and there is no tape.
+        ConfigurationError: `loss` is a tensor, and there is no tape.
     """
     if not callable(loss):
         if tape is None:
@@ -79,12 +79,12 @@ def minimize_as_in_keras_2(self: Any, loss: Any, var_list: Any, tape: tf.Gradien
         with tape:
             loss = loss()
     variables = list(var_list() if callable(var_list) else var_list)
-    with tape:  # Records the scaling too.
+    with tape:  # Records the scaling as well.
         scaled = self.scale_loss(loss)
     return self.apply(tape.gradient(scaled, variables), variables)
 
 
-patch: Any = Patch  # What a driver does is a method of the same name.
+patch: Any = Patch  # The driver's method of the same name is called.
 
 
 class ModelPatches:

@@ -1,4 +1,4 @@
-"""What `tfrep verify` compares beside steps: the results of calls, and the weights behind them. And how it shortens each `fit`."""
+"""Results of calls, and weights, which `tfrep verify` compares beside steps; and the shortening of each `fit`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _LAST_BIT = {tf.bfloat16: 2.0**-7, tf.float16: 2.0**-10, tf.float32: 2.0**-23, t
 
 
 class FewSteps(keras.callbacks.Callback):
-    """Ends each epoch after some steps, if that is asked, and changes weights in their last bit in these.
+    """Ends each epoch after some steps if asked, and changes weights in their last bit in these steps.
 
-    It is called before the callbacks of the user, who then find an epoch that has ended as always.
+    It runs before the user's callbacks, which find a regular end of the epoch.
 
     Args:
-        asked: What `tfrep verify` asks of this process.
+        asked: The settings of `tfrep verify`.
         ends_fit: Whether a shortened epoch is the last one.
     """
 
@@ -52,20 +52,20 @@ class FewSteps(keras.callbacks.Callback):
 
 
 def callbacks_of_fit(data: Any) -> list[keras.callbacks.Callback]:
-    """Returns what a `fit` gets beside the callbacks of the user, while a script is verified.
+    """Returns the callbacks that a `fit` gets before the user's, while a script is verified.
 
     Args:
-        data: Its first argument. Keras begins no further epoch of a `PyDataset` that it has not read to its end.
+        data: Its first argument. Keras begins no further epoch of a `PyDataset` that was not read to its end.
     """
     asked = verification()
     return [] if asked is None else [FewSteps(asked, isinstance(data, keras.utils.PyDataset))]
 
 
 def nudge() -> Callable[[], None]:
-    """Changes each trainable number of this process in the last bit in which it is computed with, up or down.
+    """Changes each trainable number of this process, up or down, in the last bit of its compute dtype.
 
     Returns:
-        What takes that back, and leaves what a step has changed meanwhile.
+        A function that undoes the change, and keeps changes of a step in between.
     """
     compute = tf.as_dtype(keras.config.dtype_policy().compute_dtype or "float32")
     undo = []
@@ -85,7 +85,7 @@ def nudge() -> Callable[[], None]:
 
 
 def note(call: str, results: Any, weights: Sequence[Any] = ()) -> None:
-    """Notes what a call has given, if a script is verified; on rank 0 alone.
+    """Records the results of a call if a script is verified; on rank 0 only.
 
     Args:
         call: Its name.
@@ -102,25 +102,25 @@ def note(call: str, results: Any, weights: Sequence[Any] = ()) -> None:
 
 
 def _as_numbers(value: Any) -> tuple[Any, float] | None:
-    """Returns an array that any process can read, and the last bit of 1 in its dtype; None for what is no number."""
+    """Returns an array that any process can read, and the last bit of 1 in its dtype; None if the value is not numeric."""
     if isinstance(value, (tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices)):
         return None
     try:
         array = np.asarray(keras.ops.convert_to_numpy(value) if isinstance(value, keras.Variable) else value)
         last_bit = {8: 2.0**-52, 4: 2.0**-23, 2: 2.0**-8}.get(array.dtype.itemsize, 2.0**-8)
-        return array.astype(np.float64), max(last_bit, 2.0**-23)  # Logs are float32, in numbers of Python.
+        return array.astype(np.float64), max(last_bit, 2.0**-23)  # Logs are float32 values in Python numbers.
     except (TypeError, ValueError):
         return None
 
 
 def called(name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Calls a function, and notes the results of its first calls, if a script is verified.
+    """Calls a function, and records the results of its first calls if a script is verified.
 
     Args:
         name: Its name.
         function: The function.
-        args: Its arguments.
-        kwargs: Those by name.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
     """
     asked = verification()
     if asked is None or not tf.executing_eagerly() or _times_called.get(name, 0) >= asked.steps:

@@ -1,11 +1,9 @@
-"""Files are whole or not there, whatever writes them: beside their place first, then brought to the disk, and moved there.
+"""Files that are complete or absent: a file is written beside its place, brought to the disk, and then moved there.
 
-A file has its name once it is complete: it is written beside its place, brought to the disk, and moved there.
-A process that is killed, or a disk that is full, leaves the file that was there before.
+If a process is killed or a disk is full, the previous file stays.
 
-HDF5 writes through a file of Python, so that a full disk is an error.
 HDF5 cannot close a file that it cannot write: it leaves an object that ends Python with SIGSEGV when it is touched or freed. So
-HDF5 never hears of a failure; the error is raised when HDF5 is done.
+HDF5 writes through a Python file that hides failures from it. The error is raised when HDF5 is done.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from tfrep_strategy.errors import message, warn
 from tfrep_strategy.keras_integration.internals import keras_config
 
 _LAST = ("config.json", "saved_model.pb")
-"""Of a folder, the files that readers look for: they are moved when the others are there."""
+"""Files that readers of a folder look for. They are moved last."""
 
 _FULL = {errno.ENOSPC: "The disk is full", errno.EDQUOT: "The quota is used up", errno.EFBIG: "The file is too large"}
 _NAME = re.compile(r"\.tfrep-(\d+)-[^@]*@(.*)")
@@ -47,23 +45,23 @@ _lock = threading.Lock()
 
 @contextlib.contextmanager
 def whole(path: str | os.PathLike[str], num_bytes: int = 0, largest: int | None = None, parents: bool = False) -> Iterator[str]:
-    """Gives a path to write to. What was written there, one file or several, has its name after the block.
+    """Yields a path to write to. The file, or the files, get their names after the block.
 
-    The given path has the name that was asked for, in a hidden folder on the same file system. Several files are moved one after
-    the other, and the one that was asked for comes last. A folder that is new is moved at once; one that exists keeps its other
-    files. A link stays a link, and a file that exists keeps its mode and owner.
+    The path has the requested name, in a hidden folder on the same file system. Several files are moved one after
+    the other, the requested one last. A new folder is moved at once; an existing one keeps its other
+    files. A link stays a link, and an existing file keeps its mode and owner.
 
     Args:
-        path: Where the file, or the folder, is to be.
-        num_bytes: How many bytes it has at least; the space is asked for before anything is written.
-        largest: How many of them at most are in one file; None: all.
-        parents: Whether to make the folder that it is in.
+        path: The path of the file or folder.
+        num_bytes: A lower bound of its size in bytes. The free space is checked before anything is written.
+        largest: The largest number of bytes in one file; None: all.
+        parents: Whether to make its parent folder.
 
     Yields:
-        Where to write.
+        The path to write to.
 
     Raises:
-        OSError: There is not enough space, or the file cannot be written. What was there is as it was.
+        OSError: There is not enough space, or the file cannot be written. Existing files are unchanged.
 
     Example:
         >>> with whole("notes.txt") as unfinished:
@@ -100,13 +98,13 @@ def whole(path: str | os.PathLike[str], num_bytes: int = 0, largest: int | None 
 
 @contextlib.contextmanager
 def hidden_folder(parent: str) -> Iterator[str]:
-    """Makes a folder for what is not finished, and removes it after the block, with those that killed processes have left.
+    """Makes a folder for unfinished files, and removes it after the block, with folders left by killed processes.
 
     Args:
-        parent: In which folder.
+        parent: The parent folder.
 
     Yields:
-        Its path.
+        The path of the folder.
     """
     with _lock:
         _remove_abandoned(parent)
@@ -124,15 +122,15 @@ def hidden_folder(parent: str) -> Iterator[str]:
 
 
 def require_space(path: str, num_bytes: int, largest: int | None = None) -> None:
-    """Refuses what cannot be written.
+    """Refuses a file that is too large.
 
     Args:
         path: The file; its folder exists.
-        num_bytes: How many bytes are to be written.
-        largest: How many of them at most are in one file; None: all.
+        num_bytes: Number of bytes to write.
+        largest: The largest number of bytes in one file; None: all.
 
     Raises:
-        OSError: `ENOSPC`: the file system has not so much space. `EFBIG`: the process may not write so large a file.
+        OSError: `ENOSPC`: the file system lacks the space. `EFBIG`: the process may not write a file of that size.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     largest = num_bytes if largest is None else min(num_bytes, largest)
@@ -142,7 +140,7 @@ def require_space(path: str, num_bytes: int, largest: int | None = None) -> None
         raise OSError(errno.EFBIG, message(text, hint, path=_asked_for(path), num_bytes=largest, limit=limit))
     system = os.statvfs(os.path.dirname(path))
     free = (system.f_bavail if os.geteuid() else system.f_bfree) * system.f_frsize
-    if system.f_blocks and num_bytes > free:  # Some file systems tell nothing.
+    if system.f_blocks and num_bytes > free:  # Some file systems do not report their space.
         text = "The disk has not enough free space, and nothing was written."
         hint = "free some, or write elsewhere. A file that exists is kept until the new one is complete, so both need space."
         raise OSError(errno.ENOSPC, message(text, hint, path=_asked_for(path), num_bytes=num_bytes, free=free))
@@ -154,7 +152,7 @@ def synchronize(path: str) -> None:
     try:
         os.fsync(descriptor)
     except OSError:
-        if not os.path.isdir(path):  # Some file systems cannot do it for folders.
+        if not os.path.isdir(path):  # Some file systems cannot synchronize folders.
             raise
     finally:
         os.close(descriptor)
@@ -173,12 +171,12 @@ def _naming_full_disks(path: str) -> Iterator[None]:
 
 
 def _asked_for(path: str) -> str:
-    """Returns the path that a file is to have which is written to a hidden folder."""
+    """Returns the final path of a file in a hidden folder."""
     return os.path.join("/", *(part for part in path.split(os.sep) if not _NAME.fullmatch(part)))
 
 
 def _move_all(unfinished: str, path: str) -> None:
-    """Moves what is in a hidden folder beside `path`: first the files, then the one that was asked for."""
+    """Moves the content of a hidden folder beside `path`, the requested file last."""
     files = []
     for folder, _, names in os.walk(unfinished, topdown=False):
         files += [os.path.join(folder, name) for name in names]
@@ -201,7 +199,7 @@ def _move_all(unfinished: str, path: str) -> None:
 
 
 def _move_folder(folder: str, target: str) -> bool:
-    """Moves a folder at once; returns whether that could be done: no other folder is replaced unless it is empty."""
+    """Moves a folder at once; returns whether this was possible. Only an empty folder is replaced."""
     try:
         if os.path.exists(target):
             os.chmod(folder, stat.S_IMODE(os.stat(target).st_mode))
@@ -220,7 +218,7 @@ def _move_file(file: str, target: str) -> None:
     try:
         os.replace(file, target)
     except OSError as error:
-        if error.errno != errno.EXDEV:  # A link that leads to another file system.
+        if error.errno != errno.EXDEV:  # The link leads to another file system.
             raise
         with whole(target) as unfinished:
             shutil.copyfile(file, unfinished)
@@ -240,7 +238,7 @@ def _is_used(folder: str, process: int) -> bool:
     try:
         os.kill(process, 0)
     except ProcessLookupError:
-        return _is_locked(folder)  # A container of this machine has processes that others cannot see.
+        return _is_locked(folder)  # The process may be in a container, where others cannot see it.
     except (PermissionError, OverflowError):
         return True
     return True
@@ -263,19 +261,19 @@ def _is_locked(folder: str) -> bool:
 
 
 class _PythonFile:
-    """What HDF5 reads and writes. After the first failure, writes are dropped.
+    """A Python file for HDF5. After the first failure, writes are dropped.
 
     Args:
         path: The file.
-        is_new: Whether to begin with an empty one.
+        is_new: Whether to start with an empty file.
     """
 
     def __init__(self, path: str, is_new: bool) -> None:
-        self._file = open(path, "w+b" if is_new else "r+b", buffering=0)  # noqa: SIM115  (HDF5 has buffers of its own)
+        self._file = open(path, "w+b" if is_new else "r+b", buffering=0)  # noqa: SIM115  (HDF5 has its own buffers)
         self.error: OSError | None = None
 
     def finish(self) -> None:
-        """Closes the file. HDF5 may still write to this object, when Python frees the objects of a save that has failed."""
+        """Closes the file. HDF5 may still write to this object when Python frees the objects of a failed save."""
         self._file.close()
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
@@ -308,7 +306,7 @@ class _PythonFile:
         return size
 
     def flush(self) -> None:
-        """Has nothing to do: nothing is buffered."""
+        """Does nothing: there is no buffer."""
 
     @property
     def _is_broken(self) -> bool:
@@ -316,7 +314,7 @@ class _PythonFile:
 
 
 class _File(h5py.File):
-    """Has the name of the file that a `_PythonFile` writes: Keras notes it, and tells from its ending what to write there."""
+    """Shows the name of the file behind a `_PythonFile`: Keras stores the name, and derives the format from its ending."""
 
     def __init__(self, file: _PythonFile, mode: str, path: str) -> None:
         self._path = path
@@ -335,10 +333,10 @@ _written: Setting[list[_PythonFile] | None] = Setting(None)
 
 @contextlib.contextmanager
 def raising_errors() -> Iterator[None]:
-    """Has HDF5 write through Python in the block.
+    """Makes HDF5 write through Python in the block.
 
     Raises:
-        OSError: A file could not be written; raised at the end of the block.
+        OSError: A file could not be written. Raised at the end of the block.
     """
     files: list[_PythonFile] = []
     with _written.to(files), contextlib.ExitStack() as stack:
@@ -367,7 +365,7 @@ def open_to_write(path: str | os.PathLike[str], mode: str = "w") -> h5py.File:
 
     Args:
         path: The file.
-        mode: "w" for a new file, "a" for one to which more is added.
+        mode: "w" for a new file, "a" to add to one.
 
     Returns:
         The file.
@@ -393,34 +391,34 @@ _draws_bars: Callable[[], bool] = lambda: True  # noqa: E731
 
 
 def draw_bars_where(is_first: Callable[[], bool]) -> None:
-    """Says which process draws the bars of downloads; `is_first` is called before each."""
+    """Sets the process that draws the bars of downloads; `is_first` is called before each."""
     global _draws_bars
     _draws_bars = is_first
 
 
 def _destination(arguments: dict[str, Any]) -> str:
-    """Returns what all downloads that touch the same files have in common: their folder and the name without its endings."""
+    """Returns a key that is equal for downloads that touch the same files: their folder and the name without its endings."""
     folder = os.path.expanduser(arguments.get("cache_dir") or keras_config.keras_home())
     if not os.access(folder, os.W_OK):
-        folder = ""  # Keras takes one for all of these.
+        folder = ""  # Keras uses one folder for all of these.
     name = os.path.basename(os.fspath(arguments.get("fname") or urllib.parse.urlsplit(arguments["origin"]).path))
     return os.path.join(os.path.realpath(os.path.join(folder, arguments.get("cache_subdir", "datasets"))), name.split(".")[0])
 
 
 def get_file_once(get_file: Any, *args: Any, **kwargs: Any) -> Any:
-    """Lets one process of this machine work on a file at a time; the next finds it there."""
+    """Lets one process of this machine work on a file at a time; the next process finds the file."""
     arguments = inspect.signature(get_file).bind(*args, **kwargs).arguments
     if arguments.get("origin") is None:
-        return get_file(*args, **kwargs)  # Which says so.
+        return get_file(*args, **kwargs)  # Keras reports the missing argument.
     wanted = hashlib.sha256(_destination(arguments).encode()).hexdigest()[:16]
-    # Another user of the machine could not open the file.
+    # The name has the user's id, since another user could not open the file.
     lock = os.path.join(tempfile.gettempdir(), f"tfrep-download-{os.getuid()}-{wanted}.lock")
     with filelock.FileLock(lock, timeout=_SECONDS):
         return get_file(*args, **kwargs)
 
 
 def download_whole(original: Any, url: str, filename: str, reporthook: Any = None, data: Any = None) -> Any:
-    """Gives a file its name when it is complete: another process may be reading an older one. One process draws a bar."""
+    """Gives a file its name when it is complete, since another process may be reading an older one. One process draws a bar."""
     part = f"{filename}.{os.getpid()}.part"
     try:
         result = original(url, part, reporthook if _draws_bars() else None, data)
@@ -435,16 +433,16 @@ def download_whole(original: Any, url: str, filename: str, reporthook: Any = Non
 def written_whole(
     path: str | os.PathLike[str], num_bytes: int = 0, largest: int | None = None, parents: bool = False
 ) -> Iterator[str]:
-    """Does what `whole` does for files of Keras: a full disk is an error in HDF5 too, and errors show the path that was asked for.
+    """Does the same as `whole` for files of Keras. A full disk is an error in HDF5 as well, and errors show the requested path.
 
     Args:
-        path: As of `whole`.
-        num_bytes: Likewise.
-        largest: Likewise.
-        parents: Likewise.
+        path: See `whole`.
+        num_bytes: See `whole`.
+        largest: See `whole`.
+        parents: See `whole`.
 
     Yields:
-        Where Keras is to write.
+        The path that Keras writes to.
     """
     with whole(path, num_bytes, largest, parents) as unfinished:
         try:
@@ -457,11 +455,11 @@ def written_whole(
 
 @contextlib.contextmanager
 def shown_as(unfinished: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Lets Keras and TensorFlow show the path that was asked for, where they print or log the one that they write to.
+    """Makes Keras and TensorFlow print and log the requested path instead of the one that they write to.
 
     Args:
-        unfinished: Where they write.
-        path: What that will be called.
+        unfinished: The path that they write to.
+        path: The final path.
     """
     names = unfinished, os.fspath(path)
 
@@ -482,7 +480,7 @@ def shown_as(unfinished: str, path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 class _Renaming:
-    """A stream on which one path is shown as another."""
+    """A stream that shows one path as another."""
 
     def __init__(self, stream: Any, names: tuple[str, str]) -> None:
         self._stream, self._names = stream, names

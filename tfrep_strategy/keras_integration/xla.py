@@ -1,4 +1,4 @@
-"""`jit_compile=True` on replicas: XLA compiles what lies between the collectives of a step."""
+"""`jit_compile=True` on replicas: XLA compiles the operations between the collectives of a step."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tfrep_strategy.cluster.profiles.traces import HOST_COLLECTIVE
 from tfrep_strategy.core.tf import set_lazy_xla, xla_cpu_kernel_names, xla_gpu_kernel_names
 from tfrep_strategy.errors import warn
 
-# What replicas say to each other is not meant to be compiled. The others only pass values on.
+# Communication between replicas is not compiled, and the others only pass values on.
 _NOT_MEANT = ("Collective", "Horovod", "Nccl", "ScopedAllocator", "Placeholder", "VarHandleOp", "_Arg", "_Retval")
-# Their values decide the shapes of their results. Beside collectives, XLA fails or computes something else with such shapes.
+# The shapes of their results depend on their values. Beside collectives, XLA fails or computes wrong values with such shapes.
 _OF_OPEN_SHAPES = ("Where", "Unique", "DynamicPartition")
 
 
 def compiled_between_collectives(step_function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Wraps a step so that XLA compiles its parts: forward, backward, update.
 
-    What XLA has no kernel for runs as it would without XLA, and a warning names it, once for each wrapped step.
+    Operations that XLA has no kernel for run without XLA, and a warning names them, once for each wrapped step.
     """
     told: set[str] = set()
 
@@ -47,7 +47,7 @@ def compiled_between_collectives(step_function: Callable[[Any], Any]) -> Callabl
 
 
 class _Scope:
-    """The scope in which the replicas of one process build a graph, and how many of them are in it."""
+    """The scope in which the replicas of one process build a graph, and the number of replicas inside."""
 
     def __init__(self) -> None:
         self.num_inside = 0
@@ -59,10 +59,10 @@ _scopes: weakref.WeakKeyDictionary[Any, _Scope] = weakref.WeakKeyDictionary()
 
 @contextlib.contextmanager
 def _compiled_for_all_replicas(graph: Any) -> Iterator[None]:
-    """Marks what is built for XLA, from when the first replica comes to when the last one goes.
+    """Marks operations for XLA, from the entry of the first replica to the exit of the last one.
 
-    The mark belongs to the graph, which replicas build in turns: one that leaves must not take it from the others, nor
-    may the last leave it behind.
+    The mark belongs to the graph, which replicas build in turns. A replica that leaves must not remove the mark for the others,
+    and the last must not leave it behind.
     """
     scope = _scopes.setdefault(graph, _Scope())
     if not scope.num_inside:
@@ -77,10 +77,10 @@ def _compiled_for_all_replicas(graph: Any) -> Iterator[None]:
 
 
 def _is_compiled(node: Any) -> bool:
-    """Says whether XLA compiles an operation.
+    """Returns whether XLA compiles an operation.
 
-    For `tf.slice` at a place that is no constant, as in the gradient of `tf.pad`, TensorFlow adds constants on /job:localhost.
-    Where ranks are tasks of its cluster, it then refuses to compile them together with the others, which are on /job:worker.
+    For `tf.slice` at a place that is not constant, as in the gradient of `tf.pad`, TensorFlow adds constants on /job:localhost.
+    If ranks are tasks of its cluster, it then refuses to compile them together with the others, which are on /job:worker.
     """
     return not node.op.startswith(_OF_OPEN_SHAPES) and (node.op != "Slice" or not _has_cluster())
 
@@ -91,9 +91,9 @@ def _has_cluster() -> bool:
 
 @contextlib.contextmanager
 def compiled_at_once() -> Iterator[None]:
-    """Has XLA compile parts of a step for a shape when it first comes, as it compiles whole steps.
+    """Makes XLA compile parts of a step when a shape first occurs, as it compiles whole steps.
 
-    Else a shape that comes once, as that of the last batch, runs without XLA. XLA on CPUs draws other random numbers.
+    Otherwise a shape that occurs once, such as the last batch's, runs without XLA. XLA on CPUs draws other random numbers.
     """
     before = set_lazy_xla(False)
     try:
@@ -103,12 +103,12 @@ def compiled_at_once() -> Iterator[None]:
 
 
 class Prediction:
-    """A model as Keras makes its predict function of it, with another step.
+    """Presents a model to Keras with another predict step.
 
     Args:
         model: The model.
-        predict_step: What its replicas do.
-        jit_compile: Whether XLA compiles the whole step, in which there are no collectives then.
+        predict_step: The step of a replica.
+        jit_compile: Whether XLA compiles the whole step, which then has no collectives.
     """
 
     def __init__(self, model: Any, predict_step: Callable[[Any], Any], jit_compile: bool) -> None:
@@ -124,7 +124,7 @@ def _without_kernel(operations: list[tf.Operation]) -> set[str]:
 
 
 def _types(operations: list[tf.Operation]) -> Iterator[str]:
-    """Gives the types of operations, and of those in the functions and branches that they call; collectives are left out."""
+    """Yields the types of operations, and of those in the functions and branches that they call, except collectives."""
     functions: dict[str, Any] = {}
     for operation in operations:
         if HOST_COLLECTIVE not in operation.name:

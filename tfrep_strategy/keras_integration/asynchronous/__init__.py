@@ -1,1 +1,1 @@
-"""The driver of workers that take steps on their own, and its parts."""
+"""The driver for workers that run steps independently, and its parts."""

@@ -1,6 +1,6 @@
-"""`fit`, `evaluate` and `predict` on workers that take steps on their own.
+"""`fit`, `evaluate` and `predict` on workers that run steps independently.
 
-Under a parameter-server strategy steps end in no order, and away from here: callbacks of single batches are refused.
+Under a parameter-server strategy steps end on workers, in no fixed order. So callbacks of single batches are refused.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ def check_callbacks(phase: str, method: Any, model: Any, args: Any, kwargs: Any)
         phase: "train", "test" or "predict".
         method: Keras's `fit`, `evaluate` or `predict`.
         model: The model.
-        args: What the method was given.
-        kwargs: What it was given by name.
+        args: The positional arguments of the method.
+        kwargs: Its keyword arguments.
 
     Returns:
-        Whether somebody looks at the logs while an epoch runs.
+        Whether a callback or the progress bar reads the logs while an epoch runs.
 
     Raises:
-        ConfigurationError: for a callback that does.
+        ConfigurationError: A callback needs each batch.
     """
     given = inspect.signature(method).bind(model, *args, **kwargs).arguments
     refuse_old_callbacks(given.get("callbacks"))
     callbacks, shows_bar = given.get("callbacks"), given.get("verbose", "auto") != 0
-    if isinstance(callbacks, keras.callbacks.CallbackList):  # Whose bar is one of them.
+    if isinstance(callbacks, keras.callbacks.CallbackList):  # The bar is one of its callbacks.
         callbacks, shows_bar = callbacks.callbacks, False
     watched = shows_bar
     for callback in keras.tree.flatten(callbacks) if callbacks else []:
@@ -88,7 +88,7 @@ def _accepts_remote_logs(callback: Any) -> bool:
 class AsynchronousDriver(Updates, SharedState, Parts, MetricResults, ModelFiles, Backups, CsvFiles):
     """Trains a model on the workers of a parameter-server strategy.
 
-    Here are the loops, in the order in which they come. What a step calls is in the classes that this one derives from.
+    The loops are here, in the order in which Keras calls them. The functions that a step calls are in the base classes.
 
     Args:
         strategy: The strategy.
@@ -99,10 +99,10 @@ class AsynchronousDriver(Updates, SharedState, Parts, MetricResults, ModelFiles,
         self._running: Setting[Any] = Setting(None)
         self._is_watched: Setting[bool] = Setting(True)
 
-    # A call begins.
+    # The begin of a call.
 
     def compile(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-        """Makes in the model's scope what is given by name."""
+        """Makes optimizers and metrics that are given by name in the model's scope."""
         refusals.refuse_old_optimizer(args[0] if args else kwargs.get("optimizer"), "`compile`")
         with self.strategy.scope():
             original(model, *args, **kwargs)
@@ -124,13 +124,13 @@ class AsynchronousDriver(Updates, SharedState, Parts, MetricResults, ModelFiles,
         return self._on_workers("predict", original, model, args, kwargs)
 
     def train_on_batch(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Waits for the step of a worker."""
+        """Waits for one step of a worker."""
         refusals.refuse_foreign_model(model, self.strategy, "train_on_batch")
         with self._driving(model, "train_function"):
             return original(model, *args, **kwargs)
 
     def test_on_batch(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Waits for the step of a worker."""
+        """Waits for one step of a worker."""
         refusals.refuse_foreign_model(model, self.strategy, "test_on_batch")
         with self._driving(model, "test_function"):
             return original(model, *args, **kwargs)
@@ -147,17 +147,17 @@ class AsynchronousDriver(Updates, SharedState, Parts, MetricResults, ModelFiles,
 
     @contextlib.contextmanager
     def _driving(self, model: Any, function_name: str) -> Iterator[None]:
-        """Starts clean, and says that a server is gone where the coordinator notices it first."""
+        """Forgets an interrupted call, and turns errors of a lost server into `ServerLostError`."""
         with self.strategy.extended.step_runner.driving(), self._running.to((model, function_name)):
             function = getattr(model, function_name)
             if function is not None:
                 function.begin()
             yield
 
-    # What is read.
+    # Data.
 
     def make_epoch_iterator(self, original: Any, distribute_strategy: Any = None, **kwargs: Any) -> StepsOfWorkers:
-        """Hands Keras's loops batches to send to workers, or the pipelines of these."""
+        """Gives Keras's loops batches to send to workers, or the workers' pipelines."""
         steps = StepsOfWorkers(self, **kwargs)
         if steps.trains:
             steps.around_step = self._profile.step
@@ -180,7 +180,7 @@ class AsynchronousDriver(Updates, SharedState, Parts, MetricResults, ModelFiles,
             if all(getattr(type(model), name) is getattr(TensorFlowTrainer, name) for name in ("train_step", "test_step")):
                 model._symbolic_build(data_batch=data_batch)
             elif model.built and isinstance(model.optimizer, keras.optimizers.Optimizer) and not model.optimizer.built:
-                # Nothing says what else such a step calls; what it makes lazily is made when it is traced.
+                # Other functions that such a step calls are unknown; it makes its variables lazily when it is traced.
                 model.optimizer.build(model.trainable_variables)
 
     def build_optimizer(self, original: Any, optimizer: Any, variables: Any) -> None:
@@ -189,7 +189,7 @@ class AsynchronousDriver(Updates, SharedState, Parts, MetricResults, ModelFiles,
             optimizer._distribution_strategy = self.strategy
         original(optimizer, variables)
 
-    # What a step does.
+    # Steps.
 
     def make_function(self, original: Any, model: Any, step_function: Any) -> StepFunction:
         """Makes the function that hands a step to a worker."""
@@ -202,7 +202,7 @@ class AsynchronousDriver(Updates, SharedState, Parts, MetricResults, ModelFiles,
             model.predict_function = PredictFunction(model, model.predict_step, self.strategy, False, self._is_watched)
         return model.predict_function
 
-    # What is reported.
+    # Results.
 
     def join_predictions(self, original: Any, tensors: Any) -> Any:
         """Waits for predictions, and puts them together in input order."""

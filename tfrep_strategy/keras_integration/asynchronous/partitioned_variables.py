@@ -1,4 +1,4 @@
-"""Variables that are cut into parts, on several servers, behind `keras.Variable`."""
+"""Variables that are partitioned over several servers, behind `keras.Variable`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class PartitionedVariable(ShardedVariable):
 
     @property
     def device(self) -> str:
-        """Where the first part is."""
+        """The device of the first part."""
         return self.variables[0].device
 
     @property
     def handle(self) -> Any:
-        """What a gradient tape asks for: the parts, through `__composite_gradient__`."""
+        """The source of a gradient tape: the parts, through `__composite_gradient__`."""
         return self
 
     def __array__(self, dtype: Any = None) -> np.ndarray:
@@ -45,7 +45,7 @@ class PartitionedVariable(ShardedVariable):
         return super().assign_sub(tf.convert_to_tensor(delta, self.dtype))
 
     def cut(self, value: Any) -> list[Any]:
-        """Cuts what belongs to the whole, a variable or a gradient, dense or sparse, into what belongs to the parts."""
+        """Cuts a variable or a gradient of the whole, dense or sparse, into those of the parts."""
         if isinstance(value, PartitionedVariable):
             return list(value.variables)
         if isinstance(value, tf.IndexedSlices):
@@ -61,7 +61,7 @@ class PartitionedVariable(ShardedVariable):
 
 
 class _PartGradients(CompositeTensorGradient):
-    """Takes gradients by the parts, and puts them together."""
+    """Takes gradients of the parts, and concatenates them."""
 
     def get_gradient_components(self, value: Any) -> Any:
         return [part.handle for part in value.variables]
@@ -87,7 +87,7 @@ def _joined_slices(shape: Any, parts: Sequence[Any], grads: Sequence[Any]) -> tf
     return tf.IndexedSlices(tf.concat(values, 0), tf.concat(indices, 0), tf.constant(shape.as_list(), tf.int64))
 
 
-# Initializers that treat all numbers of a variable alike, so that each server can make its own part.
+# Initializers that draw all numbers of a variable alike, so that each server can make its own part.
 _PART_BY_PART = tuple(
     getattr(keras.initializers, name) for name in ("Zeros", "Ones", "Constant", "RandomNormal", "RandomUniform", "TruncatedNormal")
 )
@@ -97,15 +97,15 @@ _GOLDEN = 0x9E3779B9
 
 
 class PartInitializer:
-    """The initial value of a variable, or of a part of it, as TensorFlow asks for it.
+    """The initial value of a variable, or of a part of it, in the form that TensorFlow asks for.
 
-    Zeros, ones, a constant and random numbers that are all drawn alike are made part by part, on the server that holds the
-    part: no process needs the room for the whole. Each part then draws with a seed of its own, so that the numbers are
-    others than those of a whole variable. For other initializers, such as `GlorotUniform`, which looks at the whole shape,
-    each server makes the whole and keeps its part.
+    Zeros, ones, a constant and independent random numbers are made part by part, on the server that holds the part, so no
+    process needs memory for the whole. Each part then draws with its own seed, so its numbers differ from those of a whole
+    variable. For other initializers, such as `GlorotUniform`, which uses the whole shape, each server makes the whole and
+    keeps its part.
 
     Args:
-        initializer: What Keras makes the variable with.
+        initializer: The Keras initializer.
         shape: The shape of the whole.
         dtype: The dtype.
     """
@@ -120,12 +120,12 @@ class PartInitializer:
         if type(initializer) not in _PART_BY_PART or np.ndim(getattr(initializer, "value", 0)):
             return self()[start : start + partition_shape[0]]
         seed = getattr(initializer, "seed", None)
-        if isinstance(seed, int):  # With which it draws the same each time.
+        if isinstance(seed, int):  # The initializer draws the same numbers each time.
             initializer = initializer.from_config(initializer.get_config() | {"seed": (seed + start * _GOLDEN) % 2**31})
         return initializer(partition_shape, dtype=self._dtype)
 
 
-# What these do with one number of a variable does not depend on the others.
+# Optimizers that update each number of a variable independently of the others.
 _ELEMENTWISE = tuple(
     getattr(keras.optimizers, name)
     for name in ("SGD", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "Nadam", "Ftrl", "Lion")
@@ -133,10 +133,10 @@ _ELEMENTWISE = tuple(
 
 
 class Parts(KerasDriver):
-    """What is done with variables in parts."""
+    """Operations on partitioned variables."""
 
     def draw_variable(self, original: Any, variable: Any, initializer: Any) -> None:
-        """Tells a partitioner the shape and the dtype, and lets each part be initialised where it is."""
+        """Tells a partitioner the shape and the dtype, and initializes each part on its server."""
         if self.strategy.extended._variable_partitioner is None:
             return original(variable, initializer)
         variable._value = tf.Variable(
@@ -151,7 +151,7 @@ class Parts(KerasDriver):
         return None
 
     def variable_key(self, original: Any, optimizer: Any, variable: Any) -> Any:
-        """Knows a part by the whole that it belongs to."""
+        """Returns the key of the whole for a part."""
         container = getattr(variable, "_sharded_container", None)
         whole = None if container is None else container()
         if whole is not None:
@@ -161,7 +161,7 @@ class Parts(KerasDriver):
         return original(optimizer, variable)
 
     def update_where_it_is(self, original: Any, optimizer: Any, distribution: Any, grads_and_vars: Any, learning_rate: Any) -> None:
-        """Updates each part where it is, from its part of the gradient and of the optimizer's state."""
+        """Updates each part on its server, from its part of the gradient and of the optimizer's state."""
         pairs = []
         for grad, variable in grads_and_vars:
             if not isinstance(variable, PartitionedVariable):
@@ -176,7 +176,7 @@ class Parts(KerasDriver):
             original(optimizer, distribution, pairs, learning_rate)
 
     def embed(self, original: Any, layer: Any, inputs: Any) -> Any:
-        """Fetches the rows that are looked up, and not the whole table, from the servers."""
+        """Fetches only the rows that are looked up from the servers, not the whole table."""
         variable = getattr(layer, "_embeddings", None)
         remote = isinstance(variable, Variable) and (
             isinstance(variable._value, PartitionedVariable) or hasattr(variable._value, "cached_read_value")
@@ -194,7 +194,7 @@ class Parts(KerasDriver):
 
 @contextlib.contextmanager
 def _only_part(optimizer: Any, variable: PartitionedVariable, index: int) -> Iterator[None]:
-    """Makes the optimizer's partitioned slots of one shape be their part `index`, while one part is updated."""
+    """Replaces the optimizer's partitioned slots of one shape by their part `index`, while one part is updated."""
     slots = [
         slot for slot in optimizer.variables if isinstance(slot._value, PartitionedVariable) and slot._value.shape == variable.shape
     ]

@@ -1,10 +1,8 @@
-"""State that many workers change at once: nothing that one of them adds is lost, and metrics do not leave the worker.
+"""State that many workers change at once. No update of a worker is lost, and metrics stay on the worker.
 
-FTRL in one operation where the variables are, because workers would come between several.
-
-Variables that live on a worker for one call, in the place of those on the servers.
-
-Metrics whose state is no sum: what workers have counted from zero cannot be added up.
+FTRL runs as one operation on the server, because updates of other workers would interleave with several.
+Variables that live on a worker for one call replace those on the servers.
+Metrics whose state is not a sum are refused, because workers count from zero and their counts are added up.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from tfrep_strategy.keras_integration.internals import in_stateless_scope
 
 
 def apply_ftrl(optimizer: Any, gradient: Any, variables: tuple[Any, Any, Any], learning_rate: Any) -> None:
-    """Moves weights and both slots at once.
+    """Updates weights and both slots in one operation.
 
     Args:
         optimizer: A `keras.optimizers.Ftrl`.
@@ -55,7 +53,7 @@ def apply_ftrl(optimizer: Any, gradient: Any, variables: tuple[Any, Any, Any], l
 
 
 def new_local(variable: Any) -> Any:
-    """Makes, in the function that is traced, a variable of zeros that lives for one call on the worker.
+    """Makes, in the function that is traced, a variable of zeros that lives on the worker for one call.
 
     Args:
         variable: The Keras variable whose shape and dtype it has.
@@ -69,13 +67,13 @@ def new_local(variable: Any) -> Any:
 
 @contextlib.contextmanager
 def kept_on_worker(variables: Sequence[Any]) -> Iterator[list[Any]]:
-    """Puts zeros on the worker in the place of Keras variables on the servers, while a step is traced.
+    """Replaces Keras variables on the servers by zeros on the worker, while a step is traced.
 
     Args:
         variables: Keras variables that are sums.
 
     Yields:
-        The variables on the worker, to be read at the end of the step: what it has added to each sum.
+        The variables on the worker. At the end of the step they hold the amounts to add to the sums.
     """
     values = [variable._value for variable in variables]
     locals_ = [new_local(variable) for variable in variables]
@@ -93,19 +91,19 @@ _PROBE_ROWS = 4
 
 
 def refuse_what_is_no_sum(metric: Any, update: Any, args: Any, kwargs: Any) -> None:
-    """Tries, once for each metric, whether what an update adds to its state depends on the state: a maximum, say.
+    """Refuses a metric whose update does not only add to its state, such as a maximum. Each metric is tested once.
 
-    Workers count from zero, and what they have counted is added up. Only where the update says on the same made-up batch
-    that it does not add is a metric refused: one that cannot be tried is believed.
+    Workers count from zero, and their counts are added up. A metric is rejected only if the test update shows that it does not
+    add. If the test cannot run, the metric is accepted.
     """
     if metric in _known_as_sums:
         return
-    _known_as_sums.add(metric)  # First: an update may call that of its base class.
+    _known_as_sums.add(metric)  # First, because an update may call the update of its base class.
     try:
-        # What is traced here, and under which strategy, does not hold in another thread.
+        # Another thread traces under no strategy and in no graph of this one.
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
             variable = thread.submit(_first_that_is_no_sum, metric, update, args, kwargs).result()
-    except Exception:  # Whatever a stranger's code does not like about made-up numbers.
+    except Exception:  # The user's code may fail on made-up numbers.
         return
     if variable is not None:
         _known_as_sums.discard(metric)
@@ -124,7 +122,7 @@ def _first_that_is_no_sum(metric: Any, update: Any, args: Any, kwargs: Any) -> A
     random = np.random.RandomState(0)
 
     def numbers(shape: Any, dtype: Any) -> tf.Tensor:
-        """Makes numbers between 0 and 1; ones where they have to be whole."""
+        """Makes numbers between 0 and 1, or ones for integers."""
         return tf.cast(tf.constant(random.uniform(size=shape) if tf.as_dtype(dtype).is_floating else np.ones(shape)), dtype)
 
     def made_up(value: Any) -> Any:
@@ -157,20 +155,20 @@ _GOLDEN = 0x9E3779B9
 
 
 class AsyncStep:
-    """What is known while a step that Keras drives is traced.
+    """The state while a step that Keras drives is traced.
 
     Args:
-        number: int64 scalar, different for each step of the coordinator, where the step draws random numbers.
-        sync: What collects gradients where several make one update, else None.
-        update: int64 scalar, the number of the update that the gradient is for.
+        number: int64 scalar, different for each step of the coordinator, if the step draws random numbers.
+        sync: Collects gradients if several make one update, else None.
+        update: int64 scalar, the number of the update that the gradient belongs to.
     """
 
     def __init__(self, number: tf.Tensor | None = None, sync: Any = None, update: tf.Tensor | None = None) -> None:
         self.number, self.sync, self.update = number, sync, update
         self.added: dict[int, Any] = {}
-        """By Keras variable: a variable of the worker that counts what this step has added to it."""
+        """For each Keras variable, by its id: a variable of the worker that counts the amounts that this step has added."""
         self.pushed: set[tuple[Any, int]] = set()
-        """Which optimizer has handed in a gradient for which Keras variable."""
+        """Pairs of an optimizer and the id of a Keras variable whose gradient it has pushed."""
 
 
 traced_step: Setting[AsyncStep | None] = Setting(None, of_all_threads=True)
@@ -178,10 +176,10 @@ traced_step: Setting[AsyncStep | None] = Setting(None, of_all_threads=True)
 
 
 class SharedState(KerasDriver):
-    """What is done to state that many workers change at once."""
+    """Operations on state that many workers change at once."""
 
     def add_to_variable(self, original: Any, variable: Any, value: Any) -> Any:
-        """Adds on the server in one operation; Keras reads, adds, and writes, and loses what came in between."""
+        """Adds on the server in one operation. Keras reads, adds and writes, which would lose additions in between."""
         return self._add(original, variable, value, "assign_add")
 
     def subtract_from_variable(self, original: Any, variable: Any, value: Any) -> Any:
@@ -189,7 +187,7 @@ class SharedState(KerasDriver):
         return self._add(original, variable, value, "assign_sub")
 
     def accumulate_gradients(self, original: Any, optimizer: Any, grads: Any, acc_grads: Any) -> Any:
-        """Adds on the servers what workers accumulate; Keras reads, adds, and writes."""
+        """Adds a worker's gradients to accumulators on the servers in one operation; Keras reads, adds and writes."""
         if not all(map(is_on_servers, acc_grads)):
             return original(optimizer, grads, acc_grads)
 
@@ -201,10 +199,10 @@ class SharedState(KerasDriver):
         return tf.__internal__.distribute.interim.maybe_merge_call(add, optimizer._distribution_strategy, grads, values)
 
     def update_ftrl(self, original: Any, optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        """Moves weights and both slots at once.
+        """Updates weights and both slots in one operation.
 
-        Keras reads the slots, computes, and writes them. What another worker writes in between leaves the sum of gradients and
-        that of their squares of different updates, for good: the weights then run away.
+        Keras reads the slots, computes, and writes them. A write of another worker in between would leave the sum of gradients and
+        the sum of their squares from different updates for good, and the weights would diverge.
         """
         index = optimizer._get_variable_index(variable)
         accumulator, linear = optimizer._accumulators[index], optimizer._linears[index]
@@ -214,7 +212,7 @@ class SharedState(KerasDriver):
             original(optimizer, gradient, variable, learning_rate)
 
     def next_seed(self, original: Any, generator: Any, ordered: bool = True) -> Any:
-        """Gives every step of every worker another seed, though two of them may read the same state."""
+        """Gives every step of every worker a different seed, even if two of them read the same state."""
         if tf.executing_eagerly() or not self._is_shared(generator.state):
             return original(generator, ordered=ordered)
         seed = generator.state.value * 1
@@ -235,7 +233,7 @@ class SharedState(KerasDriver):
         original(metric, *args, **kwargs)
 
     def update_metric(self, original: Any, metric: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Has the state of a metric be a sum, on workers too, which is added to atomically on the servers."""
+        """Keeps the state of a metric a sum on workers, and adds it atomically on the servers."""
         variables = [variable for variable in metric.variables if variable._value is not None]
         if tf.executing_eagerly() or in_stateless_scope() or not variables:
             return original(metric, *args, **kwargs)
@@ -249,7 +247,7 @@ class SharedState(KerasDriver):
             result = original(metric, *args, **kwargs)
             if traced_step.value is None:
                 return result
-        if not original.__module__.startswith("keras."):  # Those of Keras are sums.
+        if not original.__module__.startswith("keras."):  # The state of Keras's metrics is a sum.
             refuse_what_is_no_sum(metric, functools.partial(original, metric), args, kwargs)
         return result
 
@@ -265,7 +263,7 @@ class SharedState(KerasDriver):
         return getattr(variable._value, method)(value)
 
     def _is_shared(self, variable: Any) -> bool:
-        """Whether several workers may change a Keras variable at once; one made outside the scope is on the coordinator."""
+        """Returns whether several workers may change a Keras variable at once. One made outside the scope is on the coordinator."""
         if is_on_servers(variable):
             return True
         graph_of_workers = not tf.executing_eagerly() and driver_in_scope() is self
@@ -278,5 +276,5 @@ def make_exact(metric: Any) -> None:
 
 
 def is_on_servers(variable: Any) -> bool:
-    """Whether a Keras variable's value is on parameter servers."""
+    """Returns whether a Keras variable's value is on parameter servers."""
     return isinstance(variable._value, (CachingVariable, AggregatingVariable, PartitionedVariable))

@@ -1,10 +1,7 @@
-"""What a worker does in a step that Keras drives, and what becomes of its result.
+"""The step that a worker runs for Keras, and the use of its result.
 
-How the result of a step that a worker has done is laid out.
-
-Which values of a step are results of metrics. Others, such as a bare loss, may have the same names.
-
-Predictions that workers make, each of a few batches.
+Covers the layout of a step's result, the values in it that are results of metrics (others, such as a bare loss, may have the
+same names), and predictions of workers, each for a few batches.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ from tfrep_strategy.keras_integration.xla import compiled_between_collectives
 
 
 class StepLayout:
-    """How the numbers of a step's result are laid out: metrics, counters, logs."""
+    """The layout of the numbers in a step's result: metrics, counters, logs."""
 
     def __init__(self) -> None:
         self.metrics: list[Any] = []
@@ -48,7 +45,7 @@ class StepLayout:
         self.size = 0
 
     def describe(self, logs: dict[str, Any]) -> None:
-        """Notes which logs follow the sums."""
+        """Records the logs that follow the sums."""
         self.log_shapes = {name: tuple(value.shape) for name, value in logs.items()}
         self.size = sum(int(np.prod(v.shape)) for v in self.metrics + self.counters)
 
@@ -62,7 +59,7 @@ class StepLayout:
         return logs
 
     def split(self, totals: np.ndarray) -> list[np.ndarray]:
-        """Cuts the sums into the values of the single variables."""
+        """Cuts the sums into the values of the variables."""
         values, start = [], 0
         for variable in self.metrics + self.counters:
             size = int(np.prod(variable.shape))
@@ -72,7 +69,7 @@ class StepLayout:
 
 
 class Result:
-    """What a step has asked a metric for: the metric, and its state at that moment, since the step may go on to update it."""
+    """The result of a metric in a step: the metric, and a copy of its state, since the step may update it again."""
 
     def __init__(self, metric: Any) -> None:
         self.metric = metric
@@ -80,18 +77,18 @@ class Result:
 
 
 Told = dict[int, tuple[tf.Tensor, Result | None, int]]
-"""By their ids, the numbers that metrics have told, with the results that they belong to and their places in these.
+"""The numbers that metrics have returned, by their ids: each with its `Result` and its place in the result.
 
-Numbers of which nothing is left to do belong to None.
+Numbers that need no further work have no `Result`.
 """
 
 told: Setting[Told | None] = Setting(None)
-"""What metrics have told the step that this thread traces; None where nobody notes it."""
+"""The results that metrics have returned to the step that this thread traces; None if they are not recorded."""
 
 
 @contextlib.contextmanager
 def noted_results(metrics: Iterable[Any]) -> Iterator[Told]:
-    """Notes what metrics tell the step that this thread traces, until the block ends."""
+    """Records the results of metrics in the step that this thread traces, until the block ends."""
     for metric in metrics:
         KerasDriver.metric_result.install_in(type(metric))
     noted: Told = {}
@@ -100,10 +97,10 @@ def noted_results(metrics: Iterable[Any]) -> Iterator[Told]:
 
 
 class MetricResults(KerasDriver):
-    """What metrics tell."""
+    """Results of metrics."""
 
     def metric_result(self, original: Any, metric: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Notes which tensors are results of a metric. What it asks metrics of its own for is none of them."""
+        """Records the tensors that are results of a metric. Results of metrics inside it are not recorded."""
         noted = told.value
         with told.to(None):
             value = original(metric, *args, **kwargs)
@@ -112,10 +109,10 @@ class MetricResults(KerasDriver):
         return value
 
     def noted(self, noted: Told, metric: Any, value: Any) -> Any:
-        """Notes the result of a metric, and returns what the step is to see."""
+        """Records the result of a metric, and returns the value for the step."""
         result = Result(metric)
         for index, tensor in enumerate(tf.nest.flatten(value)):
-            # The tensor is kept, so that no other one gets its id.
+            # A reference to the tensor keeps its id from being reused.
             noted[id(tensor)] = tensor, result, index
         return value
 
@@ -124,17 +121,17 @@ _SHOW_SECONDS = 0.25
 
 
 class StepFunction:
-    """Stands where Keras keeps its compiled step: a call hands one step to a worker.
+    """Replaces Keras's compiled step: a call hands one step to a worker.
 
-    The metrics of a step stay on the worker, and travel with its result, as what the step has added to them. They are
-    counted here when the step is complete, so that a step that was begun twice counts once.
+    The metrics of a step stay on the worker. Their increments travel with the step's result. The coordinator adds them when the
+    step is complete, so a step that was started twice counts once.
 
     Args:
         model: The model.
         step_function: `model.train_step`, `test_step` or `predict_step`.
         strategy: The strategy of the model.
         updates: Whether the step changes the model.
-        is_watched: Whether somebody looks at the logs while an epoch runs.
+        is_watched: Whether the logs are read while an epoch runs.
     """
 
     def __init__(
@@ -154,7 +151,7 @@ class StepFunction:
         self._traced: dict[Any, Any] = {}
         self._arguments: dict[str, Any] = {}
         self._own_logs: set[str] = set()
-        """The logs that are no results of metrics, though their names may be."""
+        """Logs that are not results of metrics, though they may have the names of metrics."""
         self._pending: list[Any] = []
         self._is_watched = is_watched
         self._sync = SyncUpdates(strategy) if updates and strategy.replicas_to_aggregate else None
@@ -163,27 +160,27 @@ class StepFunction:
 
     @property
     def model(self) -> Any:
-        """The model whose steps these are."""
+        """The model of the steps."""
         return self._model()
 
     def _reset(self) -> None:
         self._totals: np.ndarray | None = None
         self._logs: dict[str, float] = {}
         self._handed_out: dict[str, float] = {}
-        """What the last call has returned: the logs of the epoch when its steps are done."""
+        """The result of the last call. It gets the logs of the epoch when all steps are complete."""
         self._shown: dict[str, float] = {}
         self._shown_at, self._retried = 0.0, False
         self._base: dict[int, np.ndarray] = {}
-        """What each sum was before the first step; Keras before 3.15 goes on with the metrics of the last single batch."""
+        """The value of each sum before the first step. Keras before 3.15 keeps the metrics of the last single batch."""
 
     def begin(self) -> None:
-        """Forgets what a training or an evaluation has left that was interrupted. No step of it runs any more."""
+        """Forgets an interrupted training or evaluation. None of its steps is running."""
         if self._is_drained:
             return
         self._pending, self._is_drained, self._out_of_data = [], True, False
         self._reset()
         if self._sync is not None:
-            # Gradients of abandoned steps may be in the accumulators, whose names the traced programs hold.
+            # Accumulators may hold gradients of abandoned steps, and the traced programs hold their names.
             self._sync.close()
             self._sync = SyncUpdates(self.strategy)
             self._traced.clear()
@@ -192,8 +189,8 @@ class StepFunction:
         """Hands the next step to a worker.
 
         Returns:
-            The logs of the steps that are done so far, which become those of the epoch when all are done. Of a batch that is no
-            part of an epoch, as `train_on_batch` gives it, the logs of its step.
+            The logs of the completed steps. They become those of the epoch when all steps are complete. For a single batch, as from
+            `train_on_batch`, the logs of its step.
         """
         if isinstance(iterator, types.GeneratorType):
             self._hand_out(self._next_batches(iterator, 1))
@@ -205,7 +202,7 @@ class StepFunction:
         if self._sync is None:
             self._hand_out(data)
         else:
-            # Each gradient is for an update of its own.
+            # Each gradient belongs to its own update.
             for batches in [data] * count if on_worker else [(batch,) for batch in data]:
                 self._hand_out(batches)
         self._handed_out = dict(self._current_logs())
@@ -243,7 +240,7 @@ class StepFunction:
         return tuple(batches)
 
     def drain(self) -> None:
-        """Waits for all steps, and writes what the metrics are into the model."""
+        """Waits for all steps, and writes the metrics into the model."""
         if self._is_drained:
             return
         self._runner.join()
@@ -253,7 +250,7 @@ class StepFunction:
         if self._totals is not None:
             self._write(self._layout.metrics)
         if self._retried and self._updates and self._totals is not None:
-            # A worker that died may have added to a counter on the server before another one did the step again.
+            # A worker that died may have added to a counter on the server before another worker repeated the step.
             self._write(self._layout.counters)
         logs, shown, handed_out = self._logs, self._read_metrics(), self._handed_out
         self._reset()
@@ -263,13 +260,13 @@ class StepFunction:
         handed_out.update(self._logs)
 
     def take_out_of_data(self) -> bool:
-        """Tells, once, whether a worker had no data for a step that is done."""
+        """Returns whether a worker had no data for a completed step, and resets this."""
         out_of_data, self._out_of_data = self._out_of_data, False
         return out_of_data
 
     @property
     def logs(self) -> dict[str, float]:
-        """The logs of an epoch whose steps are done."""
+        """The logs of an epoch whose steps are complete."""
         return dict(self._logs)
 
     def _collect(self) -> None:
@@ -290,7 +287,7 @@ class StepFunction:
         self._pending = waiting
 
     def _sums(self) -> dict[int, np.ndarray]:
-        """Returns what metrics and counters are after the steps that are done, in their own dtypes."""
+        """Returns the values of metrics and counters after the completed steps, in their own dtypes."""
         added = self._layout.split(self._totals)
         return {
             id(variable): (self._base[id(variable)] + each).astype(tf.as_dtype(variable._dtype).as_numpy_dtype)
@@ -303,7 +300,7 @@ class StepFunction:
             variable.assign(sums[id(variable)])
 
     def _read_metrics(self) -> dict[str, float]:
-        """Computes the metrics of the steps that are done, from sums that are here already."""
+        """Computes the metrics of the completed steps, from sums on the coordinator."""
         if self._totals is None:
             return {}
         sums = self._sums()
@@ -312,7 +309,7 @@ class StepFunction:
             return pythonify_logs(self.model.get_metrics_result())
 
     def _with_metrics(self, logs: dict[str, float], metrics: dict[str, float]) -> dict[str, float]:
-        """Replaces the results of metrics in the logs of one step by those of all steps."""
+        """Replaces the results of metrics in the logs of one step by the results of all steps."""
         return {name: value if name in self._own_logs else metrics.get(name, value) for name, value in logs.items()}
 
     def _current_logs(self) -> dict[str, float]:
@@ -331,7 +328,7 @@ class StepFunction:
         except (TypeError, ValueError):
             if opened == argument:
                 raise
-        self._arguments[_kinds_of(argument)] = None  # A step may need to know how long sentences are.
+        self._arguments[_kinds_of(argument)] = None  # A step may need the length of sequences.
         return self._traced_for(argument, on_worker)
 
     def _traced_for(self, argument: Any, on_worker: bool) -> tuple[Any, StepLayout]:
@@ -339,13 +336,13 @@ class StepFunction:
         if key not in self._traced:
             known = len(self._metric_variables())
             traced = self._traced_anew(argument, on_worker)
-            if len(self._metric_variables()) > known:  # The step has made metrics, which the layout lacks.
+            if len(self._metric_variables()) > known:  # The step has made metrics that the layout lacks.
                 traced = self._traced_anew(argument, on_worker)
             self._traced[key] = traced
         return self._traced[key]
 
     def _open(self, argument: Any) -> Any:
-        """Leaves open what has differed between batches, so that sentences of another length need no other program."""
+        """Leaves open the dimensions that have differed between batches, so that other lengths need no new trace."""
         kind = _kinds_of(argument)
         before = self._arguments.get(kind, argument)
         if before is None:
@@ -357,7 +354,7 @@ class StepFunction:
 
     def _traced_anew(self, argument: Any, on_worker: bool) -> tuple[Any, StepLayout]:
         layout = StepLayout()
-        # Each argument that the coordinator sends costs a message.
+        # Each argument costs a message from the coordinator.
         layout.is_numbered = self._sync is not None or _draws_random_numbers(self.model)
         arguments = (argument, tf.TensorSpec([2], tf.int64)) if layout.is_numbered else (argument,)
         function = tf.function(lambda data, *number: self._steps(data, on_worker, layout, *number), autograph=False)
@@ -391,7 +388,7 @@ class StepFunction:
 
     def _one_step(self, batch: Any) -> Any:
         def step(batch: Any) -> Any:
-            # Nothing may be counted before the batch is there: the data may have ended.
+            # The batch must be read before anything is counted, since the data may have ended.
             leaves = tf.nest.flatten(batch, expand_composites=True)
             with tf.control_dependencies([leaf for leaf in leaves if tf.is_tensor(leaf)]):
                 with noted_results(self.model.metrics) as told:
@@ -405,13 +402,13 @@ class StepFunction:
 
 
 def run_on_worker(strategy: Any, step_function: Any, batch: Any, reduction: str) -> Any:
-    """Runs a step on the devices of a worker, each of which gets its part of the batch."""
+    """Runs a step on the devices of a worker. Each device gets its part of the batch."""
     outputs = strategy.run(step_function, args=(strategy.extended.cut_for_replicas(batch),))
     return tensorflow_trainer.reduce_per_replica(outputs, strategy, reduction)
 
 
 def _all_or_none(batches: list[Any]) -> list[Any]:
-    """Makes batches that are there when all are: where the data ends before, none of their steps is done."""
+    """Makes each batch depend on all of them: if the data ends early, none of their steps runs."""
     leaves = tf.nest.flatten(batches, expand_composites=True)
     with tf.control_dependencies([leaf for leaf in leaves if tf.is_tensor(leaf)]):
         leaves = [tf.identity(leaf) if tf.is_tensor(leaf) else leaf for leaf in leaves]
@@ -423,7 +420,7 @@ def _draws_random_numbers(model: Any) -> bool:
 
 
 def _flat_logs(logs: dict[str, Any]) -> dict[str, Any]:
-    """Takes the logs of dictionaries among them as Keras does."""
+    """Flattens nested logs as Keras does."""
     flat: dict[str, Any] = {}
     for name, value in logs.items():
         flat |= _flat_logs(value) if isinstance(value, dict) else {name: value}
@@ -441,12 +438,12 @@ def _distinct(variables: Any) -> list[Any]:
 
 
 def _counters(model: Any) -> list[Any]:
-    """Returns the counters of steps: of the optimizer, and of those inside it."""
+    """Returns the step counters of the optimizer and of optimizers inside it."""
     return _distinct(optimizer._iterations for optimizer in with_inner(getattr(model, "optimizer", None)))
 
 
 def as_tensors(batch: Any) -> Any:
-    """Makes tensors of what a batch holds, but for None."""
+    """Converts the leaves of a batch to tensors, except None."""
     return tf.nest.map_structure(lambda v: v if v is None or _is_tensor(v) else tf.convert_to_tensor(v), batch)
 
 
@@ -464,7 +461,7 @@ def _kind_of(spec: Any) -> tuple[Any, ...]:
 
 
 def _relaxed_spec(value: Any) -> Any:
-    """Describes a value but for the size of its batch, so that a smaller last batch needs no other program."""
+    """Returns a specification with an open batch size, so that a smaller last batch needs no new trace."""
     if value is None:
         return None
     spec = tf.type_spec_from_value(value)
@@ -478,7 +475,7 @@ def _relaxed_spec(value: Any) -> Any:
 
 
 class PredictFunction(StepFunction):
-    """Stands where Keras keeps its compiled prediction; a call returns a result to come."""
+    """Replaces Keras's compiled prediction; a call returns a result that may be pending."""
 
     def __call__(self, batches: Any) -> Any:
         data = tuple(as_tensors(batch) for batch in batches)
@@ -487,7 +484,7 @@ class PredictFunction(StepFunction):
         return Prediction(self.strategy, self._runner.schedule(concrete, arguments))
 
     def drain(self) -> None:
-        """Has nothing to wait for: whoever needs a prediction waits for it."""
+        """Does nothing: callers wait for the predictions that they need."""
 
     def _steps(self, data: Any, on_worker: bool, layout: StepLayout, number: tf.Tensor | None = None) -> Any:
         outputs = [run_on_worker(self.strategy, self._step_function, batch, "concat") for batch in data]
@@ -495,11 +492,11 @@ class PredictFunction(StepFunction):
 
 
 class Prediction:
-    """The outputs of a step that a worker may not have done yet.
+    """The outputs of a step that may not be complete.
 
     Args:
         strategy: The strategy of the model.
-        result: What the coordinator has returned for the step.
+        result: The coordinator's result of the step.
     """
 
     def __init__(self, strategy: Any, result: Any) -> None:

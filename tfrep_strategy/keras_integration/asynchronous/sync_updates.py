@@ -1,4 +1,4 @@
-"""Updates that take the mean gradient of several workers, and drop those of the slowest."""
+"""Updates from the mean gradient of several workers. Gradients of the slowest workers are dropped."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tfrep_strategy.keras_integration.driver import KerasDriver
 
 
 class Updates(KerasDriver):
-    """What is done with gradients."""
+    """Operations on gradients."""
 
     def apply(self, original: Any, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
-        """Hands gradients in, where several workers' gradients make one update."""
+        """Pushes gradients, if gradients of several workers make one update."""
         step = traced_step.value
         if step is None or step.sync is None:
             return original(optimizer, grads, trainable_variables)
@@ -30,8 +30,8 @@ class Updates(KerasDriver):
 class SyncUpdates:
     """Collects the gradients of an update on the servers, next to the variables.
 
-    A worker's gradient goes to accumulators that know which update it is for, and drop it if that one has been made.
-    When enough workers have done their step, the coordinator has the optimizers take the means.
+    A worker's gradient goes to accumulators that know the current update, and drop gradients of earlier ones.
+    When enough workers have done their step, the coordinator lets the optimizers apply the means.
 
     Args:
         strategy: The strategy, with `replicas_to_aggregate`.
@@ -43,14 +43,14 @@ class SyncUpdates:
         self._update = 0
         self._results: list[Any] = []
         self._variables: dict[Any, dict[int, Any]] = {}
-        """By optimizer, in the order in which a step applies them: the Keras variables that have gradients."""
+        """For each optimizer, in the order of use in a step: the Keras variables that have gradients, by their ids."""
         self._apply: Any = None
 
     def wait_for_turn(self) -> int:
-        """Waits until a worker is free for another gradient, or has no more data.
+        """Waits until a worker is free for another gradient, or data has ended.
 
         Returns:
-            The number of the update that the gradient is for.
+            The number of the update that the gradient belongs to.
         """
         runner = self._strategy.extended.step_runner
         while True:
@@ -67,17 +67,17 @@ class SyncUpdates:
         return any(result.out_of_data for result in self._results)
 
     def add(self, result: Any) -> None:
-        """Hears of a step whose gradient is for the present update."""
+        """Records a step whose gradient belongs to the present update."""
         self._results.append(result)
 
     def finish(self) -> None:
-        """Makes an update of the gradients that are left at the end of an epoch."""
+        """Makes an update from the remaining gradients at the end of an epoch."""
         if self._num_pushed():
             self._make_update()
         self._results = []
 
     def close(self) -> None:
-        """Frees the accumulators, which no program may use after this."""
+        """Frees the accumulators. Programs that use them must not run afterwards."""
         for optimizer, variables in self._variables.items():
             for variable in variables.values():
                 tf.raw_ops.DestroyResourceOp(resource=self._accumulator(optimizer, variable))
@@ -86,7 +86,7 @@ class SyncUpdates:
         """Sends a worker's gradients to the accumulators; called while a step is traced.
 
         Raises:
-            ConfigurationError: The step has given this optimizer a gradient of the same variable already.
+            ConfigurationError: The step has already given this optimizer a gradient of the same variable.
         """
         known = self._variables.setdefault(optimizer, {})
         for gradient, variable in zip(gradients, variables, strict=True):
@@ -121,7 +121,7 @@ class SyncUpdates:
                     if not optimizer.built:
                         optimizer.build(list(variables.values()))
                 self._apply = tf.function(self._take_and_apply, autograph=False)
-            # On the coordinator, which is not done twice: what was taken from the accumulators is gone from them.
+            # This runs on the coordinator and must not be repeated: gradients that were taken are gone from the accumulators.
             self._apply(tf.constant(self._update, tf.int64))
         self._update += 1
         self._results = []
@@ -136,7 +136,7 @@ class SyncUpdates:
                 gradients = [_take(handle, variable) for handle, variable in zip(handles, variables, strict=True)]
                 self._strategy.run(lambda: optimizer.apply(gradients, variables))
 
-            # A step may leave an optimizer out (`tf.cond`), and taking would wait for a gradient that never comes.
+            # A step may skip an optimizer (`tf.cond`), and taking its gradient would wait forever.
             tf.cond(tf.reduce_min(tf.stack(counts)) > 0, apply, lambda: None)
             for handle in handles:
                 tf.raw_ops.ResourceAccumulatorSetGlobalStep(handle=handle, new_global_step=update + 1)
@@ -155,7 +155,7 @@ class SyncUpdates:
 
 
 def _take(handle: tf.Tensor, variable: Any) -> tf.Tensor:
-    """Takes the mean of all the gradients that are there."""
+    """Takes the mean of all gradients in an accumulator."""
     dtype = tf.as_dtype(variable.dtype)
     gradient = tf.raw_ops.ResourceAccumulatorTakeGradient(handle=handle, num_required=1, dtype=dtype)
     return tf.ensure_shape(gradient, variable.shape)

@@ -1,4 +1,4 @@
-"""What workers read: batches that the coordinator sends them, or pipelines of their own."""
+"""Data of workers: batches that the coordinator sends them, or their own pipelines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tfrep_strategy.keras_integration.internals import DataAdapter, TFEpochItera
 
 
 class FedData:
-    """Batches that the coordinator reads and sends to whichever worker is free: each example is seen once per epoch."""
+    """Batches that the coordinator reads and sends to any free worker: each example is seen once per epoch."""
 
     def __init__(self, dataset: tf.data.Dataset) -> None:
         self.element_spec = dataset.element_spec
@@ -26,7 +26,7 @@ class FedData:
 
 
 class WorkerData:
-    """Pipelines on the workers, one each, that go on from epoch to epoch until one of them ends."""
+    """A pipeline on each worker. It continues from epoch to epoch until one of them ends."""
 
     def __init__(self, strategy: Any, source: Any) -> None:
         if isinstance(source, DatasetCreator):
@@ -45,20 +45,20 @@ class WorkerData:
 
 
 class StepsOfWorkers(TFEpochIterator):
-    """Reads what it is given on the coordinator; the workers read what a `DatasetCreator` makes for training.
+    """Reads data on the coordinator. For training with a `DatasetCreator` the workers read it.
 
     Args:
         driver: The driver of the model.
-        **kwargs: What Keras's loops give: the data, and settings.
+        **kwargs: The arguments of Keras's loops: the data, and settings.
 
     Attributes:
-        trains: Whether a `fit` trains on them.
-        around_step: Is entered before each execution of so many steps, and left when they were handed out.
+        trains: Whether `fit` uses the iterator.
+        around_step: Returns a context for each execution of so many steps. It is left when they were handed out.
     """
 
     def __init__(self, driver: Any, **kwargs: Any) -> None:
         strategy, source = driver.strategy, kwargs.get("x")
-        # Of `fit`, `evaluate` and `predict`, only `fit` has class weights.
+        # Only `fit` has class weights, `evaluate` and `predict` have none.
         self.trains = "class_weight" in kwargs
         self.around_step: Callable[[int], contextlib.AbstractContextManager[None]] = lambda steps: contextlib.nullcontext()
         created = isinstance(source, DatasetCreator) and self.trains and kwargs.get("steps_per_epoch") is not None
@@ -66,7 +66,7 @@ class StepsOfWorkers(TFEpochIterator):
         if on_workers:
             source = _as_dataset_only(source, **kwargs)
             kwargs |= {"x": _WorkerAdapter(), "class_weight": None}
-        # What TensorFlow's iterator adds to its base class is the distribution of the data, which is another one here.
+        # TensorFlow's iterator adds only the distribution of data to its base class, which differs here.
         super(TFEpochIterator, self).__init__(**kwargs)
         self._driver, self._distribute_strategy = driver, strategy
         dataset: Any = None if on_workers else self.data_adapter.get_tf_dataset()
@@ -79,7 +79,7 @@ class StepsOfWorkers(TFEpochIterator):
         self.element_spec = self._distributed_dataset.element_spec
 
     def _enumerate_iterator(self) -> Iterator[Any]:
-        """Marks the handing out of steps in traces."""
+        """Marks in traces when steps are handed out."""
         for first, last, iterator in super()._enumerate_iterator():
             with self.around_step(last - first + 1):
                 yield first, last, iterator
@@ -90,7 +90,7 @@ class StepsOfWorkers(TFEpochIterator):
 
 
 def _as_dataset_only(source: Any, y: Any = None, sample_weight: Any = None, class_weight: Any = None, **unused: Any) -> Any:
-    """Refuses what Keras refuses beside a data set, and gives the examples of a `DatasetCreator` their class's weight."""
+    """Refuses arguments that Keras refuses beside a data set, and adds class weights to the data of a `DatasetCreator`."""
     for name, value, what in (("y", y, "the targets"), ("sample_weight", sample_weight, "the sample weights")):
         if value is not None:
             data_adapters.raise_unsupported_arg(name, what, type(source).__name__)
@@ -108,18 +108,18 @@ def _as_dataset_only(source: Any, y: Any = None, sample_weight: Any = None, clas
 
 
 class _WorkerAdapter(DataAdapter):
-    """Stands for data that the coordinator does not see."""
+    """Stands for data that the coordinator does not read."""
 
     num_batches = batch_size = has_partial_batch = partial_batch_size = None
 
 
 def drawn_by_each_worker(num_workers: int) -> contextlib.AbstractContextManager[None]:
-    """Has random operations of a pipeline that is traced in the body draw other numbers on each of several workers.
+    """Makes random operations of a pipeline that is traced in the body draw different numbers on each of several workers.
 
     TensorFlow traces the pipeline of all workers once. The global seed would become a constant of it, and all workers would read
-    the same batches. Operations with a seed of their own keep it.
+    the same batches. Operations with their own seed keep it.
 
     Args:
-        num_workers: How many workers there are. A single one draws by the global seed.
+        num_workers: The number of workers. A single one draws by the global seed.
     """
     return operations_seeded(None) if num_workers > 1 else contextlib.nullcontext()

@@ -1,1 +1,1 @@
-"""Files of models and of backups, and what callbacks and optimizers remember beside them."""
+"""Files of models and backups, and the state of callbacks and optimizers that is saved beside them."""

@@ -1,13 +1,11 @@
-"""A backup of `BackupAndRestore` is one unit: weights, and what belongs to them.
+"""Backups of `BackupAndRestore`: weights and their metadata, which form one unit.
 
-It has the two files of Keras, so that Keras can read it. The metadata holds the checksum of the weights. While a backup is written,
-the one before has the names that end in ".bkp". Whatever a kill leaves, one of the two metadata files finds its weights.
+A backup has the two files of Keras, so Keras can read it. The metadata holds the checksum of the weights. While a backup is
+written, the names of the previous one end in ".bkp". After a kill at any moment, one of the two metadata files matches its weights.
 
-At an address, where nothing can be renamed, backups are `Generations`.
-
-Backups at an address, such as `gs://bucket/run`, where nothing can be renamed: each is a folder of its own, a *generation*.
-The weights are written first. The metadata comes last, and is the marker: it has their checksum. What has no marker is no backup.
-Older generations are removed when the new one has its marker.
+An address such as `gs://bucket/run` does not allow renaming. There each backup is a folder, a *generation* (`Generations`). The
+weights are written first, then the metadata with their checksum, which is the marker. A folder without a marker is not a backup.
+Older generations are removed once the new one has its marker.
 """
 
 from __future__ import annotations
@@ -43,10 +41,10 @@ class Backup(NamedTuple):
 
 
 def read_metadata(path: str) -> dict[str, Any] | None:
-    """Reads what belongs to weights: None where there is no file, an empty dictionary where it is not complete.
+    """Reads the metadata of weights: None if there is no file, an empty dictionary if it is incomplete.
 
     Args:
-        path: Of the file, or its address.
+        path: The path or address of the file.
     """
     try:
         with tf.io.gfile.GFile(path, "r") as file:
@@ -62,8 +60,8 @@ class Generations:
     """The backups at an address.
 
     Args:
-        address: What TensorFlow's `tf.io.gfile` can write to.
-        names: What the two files of a backup are called.
+        address: An address that `tf.io.gfile` can write to.
+        names: The names of the two files of a backup.
 
     Raises:
         ConfigurationError: TensorFlow has no file system for such addresses.
@@ -82,25 +80,25 @@ class Generations:
         self._address, self._names = address.rstrip("/"), names
 
     def marked(self) -> list[Backup]:
-        """Returns the paths of those that have a marker, the newest first. One that plain Keras has written comes last."""
+        """Returns the backups that have a marker, the newest first. A backup of plain Keras comes last."""
         with self._told("read"):
             return [backup for backup in self._newest_first() if read_metadata(backup.metadata)]
 
     def files(self) -> dict[str, int]:
-        """Returns all files of backups, also of those without a marker, and how many bytes they have."""
+        """Returns the sizes in bytes of all files of backups, by their names, including backups without a marker."""
         with self._told("read"):
             paths = [path for backup in self._newest_first() for path in backup if tf.io.gfile.exists(path)]
             return {path.removeprefix(f"{self._address}/"): tf.io.gfile.stat(path).length for path in paths}
 
     @contextlib.contextmanager
     def added(self, kept: int) -> Iterator[Backup]:
-        """Gives paths of this machine to write a backup to, and makes it the newest generation after the block.
+        """Yields local paths to write a backup to, and makes it the newest generation after the block.
 
         Args:
-            kept: How many generations there are then.
+            kept: The number of generations to keep, including the new one.
 
         Raises:
-            OSError: It cannot be written. Those that were there are as they were.
+            OSError: The backup cannot be written. Existing backups are unchanged.
         """
         with tempfile.TemporaryDirectory(prefix="tfrep-backup-") as folder, self._told("written"):
             new = Backup(*(os.path.join(folder, name) for name in self._names))
@@ -116,10 +114,10 @@ class Generations:
 
     @contextlib.contextmanager
     def copied(self, backup: Backup) -> Iterator[Backup]:
-        """Gives the paths of copies on this machine, for the time of the block.
+        """Yields the paths of local copies, which exist during the block.
 
         Raises:
-            OSError: They cannot be read.
+            OSError: The files cannot be read.
         """
         with tempfile.TemporaryDirectory(prefix="tfrep-backup-") as folder:
             copies = Backup(*(os.path.join(folder, name) for name in self._names))
@@ -129,7 +127,7 @@ class Generations:
             yield copies
 
     def unmark(self) -> None:
-        """Takes their markers from all, the oldest first: what a kill leaves is no older state of the training."""
+        """Removes the markers of all generations, the oldest first, so that a kill cannot leave an older state of the training."""
         with self._told("removed"):
             for backup in reversed(self._newest_first()):
                 _remove_file(backup.metadata)
@@ -140,7 +138,7 @@ class Generations:
         return [*own, self._backup(self._address)]
 
     def _numbers(self) -> list[int]:
-        """Returns the numbers of the generations; folders are listed with a slash by some file systems."""
+        """Returns the numbers of the generations. Some file systems list folders with a slash."""
         try:
             names = tf.io.gfile.listdir(self._address)
         except tf.errors.NotFoundError:
@@ -151,7 +149,7 @@ class Generations:
         return Backup(*(f"{folder}/{name}" for name in self._names))
 
     def _remove(self, backup: Backup) -> None:
-        """Removes what was a backup: the marker first."""
+        """Removes a backup, the marker first."""
         _remove_file(backup.metadata)
         folder = os.path.dirname(backup.metadata)
         if folder == self._address:
@@ -182,15 +180,15 @@ class Backups(KerasDriver):
     """Writes, restores and removes backups."""
 
     def save_backup(self, original: Any, callback: Any) -> None:
-        """Writes a backup, which replaces the one before when it is complete."""
+        """Writes a backup. It replaces the previous one when it is complete."""
         _save(callback, _metadata(callback), lambda path: callback.model.save_weights(path, overwrite=True))
 
     def restore_backup(self, original: Any, callback: Any, logs: Any = None) -> None:
-        """Restores the newest backup that is whole."""
+        """Restores the newest complete backup."""
         restore(original, callback, logs, find(callback))
 
     def remove_backup(self, original: Any, callback: Any, logs: Any = None) -> None:
-        """Removes a backup, the metadata first: weights alone are no backup if this ends early."""
+        """Removes a backup, the metadata first: if the removal is interrupted, weights alone do not count as a backup."""
         if callback.delete_checkpoint and not is_local(callback.backup_dir):
             _generations(callback).unmark()
         elif callback.delete_checkpoint:
@@ -201,7 +199,7 @@ class Backups(KerasDriver):
 
 
 def exists(callback: Any) -> bool:
-    """Whether there is anything to restore, whole or not; no checksum is computed.
+    """Returns whether there is a backup to restore, complete or not. No checksum is computed.
 
     Args:
         callback: A `BackupAndRestore`.
@@ -212,31 +210,31 @@ def exists(callback: Any) -> bool:
 
 
 def newest_metadata(callback: Any) -> dict[str, Any]:
-    """Reads what belongs to the newest weights; no checksum is computed.
+    """Reads the metadata of the newest weights. No checksum is computed.
 
     Args:
         callback: A `BackupAndRestore`.
 
     Returns:
-        The metadata; an empty dictionary where there is none that is complete.
+        The metadata; an empty dictionary if none is complete.
     """
     found = _pairs(callback) if is_local(callback.backup_dir) else _generations(callback).marked()
     return next((content for backup in found if (content := read_metadata(backup.metadata))), {})
 
 
 def find(callback: Any) -> list[Backup]:
-    """Finds the backups that are whole. Those at an address have a marker, and `restore` looks at their checksums.
+    """Finds the complete backups. At an address these have a marker, and `restore` checks their checksums.
 
-    A backup of plain Keras has no checksum, and counts as whole.
+    A backup of plain Keras has no checksum, and counts as complete.
 
     Args:
         callback: A `BackupAndRestore`.
 
     Returns:
-        The newest one first; nothing where no backup was ever complete.
+        The complete backups, the newest first; none if no backup was ever complete.
 
     Raises:
-        OSError: There were backups, and none is whole.
+        OSError: There are backups, but none is complete.
     """
     if not is_local(callback.backup_dir):
         generations = _generations(callback)
@@ -266,19 +264,19 @@ def restore(original: Any, callback: Any, logs: Any, found: list[Backup]) -> int
     """Restores the first backup that can be read.
 
     Args:
-        original: What Keras does.
+        original: Keras's method.
         callback: A `BackupAndRestore`.
-        logs: What Keras passes.
-        found: What `find` has returned.
+        logs: The argument of Keras's method.
+        found: The result of `find`.
 
     Returns:
-        How many batches of the interrupted epoch are done.
+        Number of completed batches of the interrupted epoch.
 
     Raises:
-        OSError: None can be read.
+        OSError: No backup can be read.
     """
     if not callback.model.built:
-        original(callback, logs)  # Keras refuses it.
+        original(callback, logs)  # Keras raises an error.
     failure = None
     for backup in found:
         try:
@@ -293,19 +291,19 @@ def restore(original: Any, callback: Any, logs: Any, found: list[Backup]) -> int
 
 
 def prepared(callback: Any, weights: io.BytesIO, more: Mapping[str, Any]) -> Callable[[], None]:
-    """Returns what writes a backup of what now holds. It may run on any thread, while training goes on.
+    """Snapshots the metadata, and returns a function that writes the backup. It may run on any thread while training continues.
 
     Args:
         callback: A `BackupAndRestore`.
-        weights: The content of the file of weights, a copy.
-        more: What is added to the metadata.
+        weights: A copy of the content of the file of weights.
+        more: Further metadata.
     """
     content = {**more, **_metadata(callback)}
 
     def write_weights(path: str) -> None:
         data = weights.getbuffer()
         with whole(path, data.nbytes) as unfinished, open(unfinished, "wb", buffering=0) as file:
-            while data:  # One call may write a part only.
+            while data:  # One call may write only a part.
                 data = data[file.write(data) :]
 
     return lambda: _save(callback, content, write_weights)
@@ -336,10 +334,10 @@ def _write(new: Backup, content: dict[str, Any], write_weights: Callable[[str], 
 
 
 def _replace_current(callback: Any, new: Backup, unfinished: str) -> None:
-    """Gives a backup its names; each step leaves a whole one."""
+    """Renames a new backup to the current one. After each step one backup is complete."""
     current, previous = _pairs(callback)
     replaced = read_metadata(current.metadata)
-    # Where both are equal, a save was interrupted, and the weights that belong to them may be those that are kept already.
+    # If both are equal, a save was interrupted, and their weights may already be the previous ones.
     if replaced and replaced != read_metadata(previous.metadata) and os.path.exists(current.weights):
         for path, kept in zip(current, previous, strict=True):
             _give_name(path, kept, unfinished)
@@ -355,17 +353,17 @@ def _replace_current(callback: Any, new: Backup, unfinished: str) -> None:
 
 @contextlib.contextmanager
 def _in_place(callback: Any, backup: Backup) -> Iterator[None]:
-    """Has a backup where Keras reads it.
+    """Puts a backup where Keras reads it, during the block.
 
     Raises:
-        OSError: It comes from an address, and is not whole.
+        OSError: The backup comes from an address, and is incomplete.
     """
     current = _pairs(callback)[0]
     if is_local(callback.backup_dir):
         if backup != current:
             with hidden_folder(callback.backup_dir) as unfinished:
                 for path, place in zip(backup, current, strict=True):
-                    if path != place:  # Each step leaves a whole one.
+                    if path != place:  # After each step one backup is complete.
                         _give_name(path, place, unfinished)
         yield
         return
@@ -385,7 +383,7 @@ def _generations(callback: Any) -> Generations:
 
 
 def _give_name(path: str, name: str, folder: str) -> None:
-    """Gives a file a second name, which another file may have."""
+    """Gives a file a second name, and replaces any file of that name."""
     link = os.path.join(folder, f"{os.path.basename(name)}.link")
     try:
         os.link(path, link)
@@ -396,7 +394,7 @@ def _give_name(path: str, name: str, folder: str) -> None:
 
 
 def _pairs(callback: Any) -> list[Backup]:
-    """Returns the paths of the current backup, and of the one before."""
+    """Returns the paths of the current and the previous backup."""
     return [
         Backup(os.fspath(callback._weights_path), os.fspath(callback._training_metadata_path)),
         Backup(callback._prev_weights_path, callback._prev_training_metadata_path),
@@ -404,7 +402,7 @@ def _pairs(callback: Any) -> list[Backup]:
 
 
 def _batches_done(callback: Any) -> int:
-    """Returns how many batches of the interrupted epoch the restored backup has seen; Keras starts that epoch again."""
+    """Returns the number of batches of the interrupted epoch that the backup has seen. Keras starts that epoch again."""
     content = read_metadata(callback._training_metadata_path) or {}
     return content.get(_BATCHES, 0 if callback.save_freq == "epoch" else content.get("batch", -1) + 1)
 

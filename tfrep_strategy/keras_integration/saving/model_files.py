@@ -1,7 +1,4 @@
-"""The files of models are whole or not there, whatever Keras writes.
-
-A checkpoint by the clock, for epochs that take hours.
-"""
+"""Files of models that are complete or absent, whatever Keras writes; and `TimedCheckpoint`, for epochs that take hours."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ from tfrep_strategy.keras_integration.whole_files import shown_as, written_whole
 class ModelFiles(KerasDriver):
     """Writes the files of a model.
 
-    Keras is given the path of a file that is not there yet, so what it would ask about overwriting is asked before.
+    Keras gets the path of a file that does not exist yet, so its question about overwriting is asked before.
     """
 
     def save_model(
@@ -62,7 +59,7 @@ class ModelFiles(KerasDriver):
         return None
 
     def export(self, original: Any, model: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
-        """Writes a model to be served."""
+        """Writes a model for serving."""
         if not is_local(filepath):
             return original(model, filepath, *args, **kwargs)
         size = num_bytes(model, optimizer=False)
@@ -78,7 +75,7 @@ def weights_in_memory(model: Any) -> io.BytesIO:
         model: A Keras model.
 
     Returns:
-        What `save_weights` writes to a file.
+        The content that `save_weights` writes to a file.
     """
     content = io.BytesIO()
     store = H5IOStore(content, mode="w")
@@ -93,16 +90,16 @@ def _may_write(filepath: str | os.PathLike[str], overwrite: bool) -> bool:
 
 
 def is_in_old_format(filepath: Any, zipped: bool | None = None) -> bool:
-    """Whether Keras writes a whole model to this path in its old format."""
+    """Returns whether Keras writes a whole model to this path in its old format."""
     return (zipped is None or bool(zipped)) and str(filepath).endswith((".h5", ".hdf5"))
 
 
 def num_bytes(model: Any, optimizer: bool = True) -> int:
-    """Counts the bytes of a model's variables, which a file of it has at least.
+    """Returns the number of bytes of a model's variables, a lower bound of the size of its file.
 
     Args:
         model: A Keras model.
-        optimizer: Whether those of its optimizer are written, too.
+        optimizer: Whether the optimizer's variables are written as well.
     """
     variables = [*model.variables, *(getattr(getattr(model, "optimizer", None), "variables", []) if optimizer else [])]
     shapes = {id(v): (v.shape, tf.as_dtype(v.dtype).size) for v in variables if v.shape is not None}
@@ -110,7 +107,7 @@ def num_bytes(model: Any, optimizer: bool = True) -> int:
 
 
 def is_local(filepath: Any) -> bool:
-    """Whether a path is one of this machine's; else it is an open file, or an address."""
+    """Returns whether a path is local, not an open file or an address."""
     return isinstance(filepath, (str, os.PathLike)) and not is_remote_path(filepath)
 
 
@@ -118,19 +115,19 @@ _SUFFIX = ".weights.h5"
 
 
 class TimedCheckpoint(keras.callbacks.Callback):
-    """Saves the weights when a step begins and enough time has passed since the last time.
+    """Saves the weights at the beginning of a step when enough time has passed since the last time.
 
-    Under a parameter-server strategy the workers go on meanwhile: what is saved is the weights as they are read, one after
+    Under a parameter-server strategy the workers continue meanwhile, so the weights are saved as they are read, one after
     the other. A file is complete as soon as it has its name.
 
     Args:
-        filepath: Where to save. It ends in ".weights.h5", and may contain "{epoch}", which is replaced by the number of
+        filepath: The path to save to. It ends in ".weights.h5", and may contain "{epoch}", which is replaced by the number of
             epochs begun.
-        seconds: How much time passes between two checkpoints.
+        seconds: The time between two checkpoints.
 
     Raises:
-        ConfigurationError: A setting cannot be used; when training begins, a strategy of several processes, whose clocks
-            would not agree.
+        ConfigurationError: A setting cannot be used. Also raised when training begins under a strategy of several processes,
+            because their clocks do not agree.
 
     Example:
         >>> checkpoint = tfrep.TimedCheckpoint("checkpoints/ckpt-{epoch}.weights.h5", seconds=600)

@@ -1,11 +1,9 @@
-"""What training goes on from beside weights: what callbacks and other optimizers remember, and what files of weights are without.
+"""State that training resumes from and files of weights lack.
 
-Optimizers that a model has beside the one it was compiled with, such as those of a GAN.
-Their slots belong to a backup. Keras makes them in the first step, which is too late: a file is read before.
-
-State of a model that its files of weights are without, and that training goes on from.
-These are the generators of layers that draw random numbers, Keras's own generator, and what recurrent layers with `stateful=True`
-keep from batch to batch.
+* The state of callbacks.
+* The slots of other optimizers of a model, such as those of a GAN. Keras makes them in the first step, which is too late: a backup
+  is read before.
+* The generators of layers that draw random numbers, Keras's own generator, and the states of recurrent layers with `stateful=True`.
 """
 
 from __future__ import annotations
@@ -29,10 +27,10 @@ from tfrep_strategy.keras_integration.saving.model_files import is_local
 
 
 class DeclaredCallback(keras.callbacks.Callback):
-    """Base of callbacks that declare what they need.
+    """Base class of callbacks that declare their needs.
 
     Attributes:
-        looks_at_batches: Whether it needs the logs of each batch, or may stop at one. If it does not, a step costs nothing more.
+        looks_at_batches: Whether it needs the logs of each batch, or may stop training at one. Otherwise it adds no cost to a step.
         saves_training: Whether it saves the training itself, so that a run need not back it up.
     """
 
@@ -41,30 +39,30 @@ class DeclaredCallback(keras.callbacks.Callback):
 
 
 class CsvFiles(KerasDriver):
-    """Adds what looks after rows to each list of callbacks."""
+    """Adds a callback that repairs the files of `CSVLogger`s to each list of callbacks."""
 
     def init_callbacks(self, original: Any, callback_list: Any, callbacks: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Puts what cuts off half a row before the callbacks that are given."""
+        """Puts a callback that cuts off an incomplete row before the given callbacks."""
         callbacks = list(keras.tree.flatten(callbacks)) if callbacks else []
         original(callback_list, [*beginning_whole(callbacks), *callbacks], *args, **kwargs)
 
 
 def beginning_whole(callbacks: Iterable[Any]) -> list[keras.callbacks.Callback]:
-    """Makes the callbacks that stand before others, so that each `CSVLogger` among these begins after a whole row."""
+    """Makes callbacks to put before others, so that each `CSVLogger` among these continues after a complete row."""
     return [_BeginsWhole(callback) for callback in callbacks if isinstance(callback, keras.callbacks.CSVLogger)]
 
 
 def lengths_of(callbacks: Iterable[Any]) -> dict[str, int]:
-    """Returns how long the files of `CSVLogger`s are, by their paths; those of this machine, while they are open."""
+    """Returns the lengths of the local files of `CSVLogger`s, by their paths, while they are open."""
     return {logger.filename: os.path.getsize(logger.filename) for logger in _with_files(callbacks)}
 
 
 def cut_to(lengths: Mapping[str, int], callbacks: Iterable[Any]) -> None:
-    """Removes rows that were written later, from files that are open to be continued.
+    """Removes rows that were written later from files that are open to be continued.
 
     Args:
         lengths: From `lengths_of`.
-        callbacks: Those of a `fit` that goes on.
+        callbacks: The callbacks of a `fit` that resumes.
     """
     for logger in _with_files(callbacks):
         length = lengths.get(logger.filename)
@@ -79,7 +77,7 @@ def _with_files(callbacks: Iterable[Any]) -> list[keras.callbacks.CSVLogger]:
 
 
 class _BeginsWhole(keras.callbacks.Callback):
-    """Removes the piece of a row with which a full disk, or a kill, has ended a file that is to be continued."""
+    """Removes an incomplete row, left by a full disk or a kill, from a file that is to be continued."""
 
     def __init__(self, logger: keras.callbacks.CSVLogger) -> None:
         super().__init__()
@@ -92,7 +90,7 @@ class _BeginsWhole(keras.callbacks.Callback):
 
 
 def _cut_unfinished_line(file: BinaryIO, block: int = 4096) -> None:
-    """Cuts off what follows the last newline."""
+    """Cuts off the text after the last newline."""
     end = file.seek(0, os.SEEK_END)
     while end > 0:
         start = max(0, end - block)
@@ -106,7 +104,7 @@ def _cut_unfinished_line(file: BinaryIO, block: int = 4096) -> None:
 
 
 ORBAX = (keras.callbacks.OrbaxCheckpoint,) if hasattr(keras.callbacks, "OrbaxCheckpoint") else ()
-"""Keras has it since 3.14."""
+"""Part of Keras since 3.14."""
 
 CHECKPOINTS: tuple[Any, ...] = (keras.callbacks.ModelCheckpoint, *ORBAX)
 
@@ -116,20 +114,20 @@ OF_KERAS = (
     keras.callbacks.ReduceLROnPlateau,
     keras.callbacks.SwapEMAWeights,
 )
-"""Those of Keras's callbacks whose decisions depend on what they remember. What others remember belongs to the process."""
+"""Keras's callbacks whose decisions depend on their state. The state of others belongs to the process."""
 
 _GROUP = "tfrep_run"
 _ARRAY = "numpy array"
 
 
 def states_of(callbacks: Sequence[Any]) -> dict[str, dict[str, Any]]:
-    """Collects what callbacks remember: their attributes that are numbers, texts, arrays, and lists and dictionaries of these.
+    """Collects the state of callbacks: attributes that are numbers, texts, arrays, and lists and dictionaries of these.
 
     Args:
-        callbacks: Those of a `fit`.
+        callbacks: The callbacks of a `fit`.
 
     Returns:
-        The attributes, by the class of the callback, and its number among those of that class.
+        The attributes, by the class of the callback and its number among those of that class.
     """
     return {
         name: {key: value for key, value in vars(callback).items() if _is_state(callback, key) and _is_plain(value)}
@@ -138,11 +136,11 @@ def states_of(callbacks: Sequence[Any]) -> dict[str, dict[str, Any]]:
 
 
 def restore_states(callbacks: Sequence[Any], states: dict[str, dict[str, Any]]) -> None:
-    """Gives callbacks what others of the same classes remembered.
+    """Restores the state of callbacks.
 
     Args:
-        callbacks: Those of a `fit`.
-        states: What `states_of` has returned.
+        callbacks: The callbacks of a `fit`.
+        states: From `states_of`.
     """
     for name, callback in _named(callbacks):
         for key, value in states.get(name, {}).items():
@@ -151,7 +149,7 @@ def restore_states(callbacks: Sequence[Any], states: dict[str, dict[str, Any]]) 
 
 
 def write_beside_weights(weights: io.BytesIO, content: dict[str, Any]) -> None:
-    """Adds plain data to a file of weights, which Keras reads as before.
+    """Adds plain data to a file of weights. Keras can still read it.
 
     Args:
         weights: The content of a file in Keras's HDF5 format.
@@ -173,10 +171,10 @@ def write_beside_weights(weights: io.BytesIO, content: dict[str, Any]) -> None:
 
 
 def read_beside_weights(path: str) -> dict[str, Any] | None:
-    """Reads what `write_beside_weights` has written; None where there is nothing.
+    """Reads the data of `write_beside_weights`; None if there is none.
 
     Args:
-        path: Of the file.
+        path: The path of the file.
     """
     with h5py.File(path, "r") as file:
         if _GROUP not in file:
@@ -188,7 +186,7 @@ def read_beside_weights(path: str) -> dict[str, Any] | None:
                 return found
             data = group[str(found[_ARRAY])]
             array = data[()]
-            # HDF5 has no bfloat16 and float8, and keeps their bytes.
+            # HDF5 stores bfloat16 and float8 as bytes.
             if data.dtype.kind == "V" and data.dtype.names is None and "dtype" in data.attrs:
                 array = array.view(tf.as_dtype(data.attrs["dtype"]).as_numpy_dtype)
             return array
@@ -197,7 +195,7 @@ def read_beside_weights(path: str) -> dict[str, Any] | None:
 
 
 def _named(callbacks: Sequence[Any]) -> list[tuple[str, Any]]:
-    """Returns the callbacks that remember something, each with a name that it has in every start of the program."""
+    """Returns the callbacks that have state, each with a name that is equal in every start of the program."""
     seen: Counter[str] = Counter()
     named = []
     for callback in callbacks:
@@ -211,7 +209,7 @@ def _named(callbacks: Sequence[Any]) -> list[tuple[str, Any]]:
 
 
 def _is_state(callback: Any, key: str) -> bool:
-    # Those of Keras that compare change the sign of `min_delta` in their first epoch, and would do so again.
+    # Keras's callbacks that compare change the sign of `min_delta` in their first epoch, and would change it again.
     return key not in ("params", "_params") and not (key == "min_delta" and hasattr(callback, "monitor_op"))
 
 
@@ -227,7 +225,7 @@ _SEEDS, _OWN_SEED, _RECURRENT = "seeds", "seed of Keras", "recurrent states"
 
 
 def values_beside_files(model: Any) -> dict[str, list[np.ndarray]]:
-    """Reads the state, where sums over replicas can be read.
+    """Reads the state; called where sums over replicas can be read.
 
     Args:
         model: The model.
@@ -239,20 +237,20 @@ def values_beside_files(model: Any) -> dict[str, list[np.ndarray]]:
 
 
 def assign_beside_files(model: Any, values: Mapping[str, Sequence[np.ndarray]]) -> None:
-    """Gives the model the state. Every process calls it, with equal values, in the scope of the model's strategy.
+    """Assigns the state to the model. Every process calls it with equal values, in the scope of the model's strategy.
 
     Args:
         model: The model, which is built.
         values: From `values_beside_files`.
     """
     if values[_OWN_SEED]:
-        global_seed_generator()  # Makes it, where nothing has drawn from it yet.
+        global_seed_generator()  # Makes the generator, if it was not used yet.
     for kind in values:
         _assign(kind, model, values)
 
 
 def assign_recurrent_states(model: Any, values: Mapping[str, Sequence[np.ndarray]]) -> None:
-    """Gives recurrent layers the state. Every process calls it, with equal values.
+    """Assigns the states of recurrent layers. Every process calls it with equal values.
 
     Args:
         model: The model, which is built.
@@ -262,7 +260,7 @@ def assign_recurrent_states(model: Any, values: Mapping[str, Sequence[np.ndarray
 
 
 def _assign(kind: str, model: Any, values: Mapping[str, Sequence[np.ndarray]]) -> None:
-    for variable, value in zip(_variables(model)[kind], values[kind], strict=False):  # A layer may make its own later.
+    for variable, value in zip(_variables(model)[kind], values[kind], strict=False):  # A layer may make its variables later.
         variable.assign(value)
 
 
@@ -278,11 +276,11 @@ def _variables(model: Any) -> dict[str, list[Any]]:
 
 
 Places = dict[str, list[int]]
-"""For each optimizer, by where the model holds it, the numbers of the weights that it updates."""
+"""For each optimizer, by its place in the model, the indices of the weights that it updates."""
 
 
 def other_optimizers(model: Any) -> dict[str, Any]:
-    """Returns the optimizers by where the model holds them."""
+    """Returns the optimizers beside the compiled one, by their places in the model."""
     found: dict[str, Any] = {}
     seen = {id(model.optimizer)}
     for number, layer in enumerate(model._flatten_layers()):
@@ -295,7 +293,7 @@ def other_optimizers(model: Any) -> dict[str, Any]:
 
 
 def with_inner(optimizer: Any) -> Iterator[Any]:
-    """Yields an optimizer of Keras, and those inside it (`LossScaleOptimizer`, `MultiOptimizer`)."""
+    """Yields a Keras optimizer, and those inside it (`LossScaleOptimizer`, `MultiOptimizer`)."""
     if isinstance(optimizer, keras.optimizers.Optimizer):
         yield optimizer
         for inner in (getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", ())):
@@ -303,7 +301,7 @@ def with_inner(optimizer: Any) -> Iterator[Any]:
 
 
 def places_of(model: Any) -> Places:
-    """Describes those that are built, in what JSON can hold."""
+    """Describes the built optimizers in a form that JSON can hold."""
     numbers = {id(weight): number for number, weight in enumerate(model.weights)}
     built = {place: each for place, each in other_optimizers(model).items() if each.built}
     updated = {place: [numbers.get(id(weight)) for weight in _updated(each)] for place, each in built.items()}
@@ -311,7 +309,7 @@ def places_of(model: Any) -> Places:
 
 
 def build_others(model: Any, places: Places) -> None:
-    """Builds those that are not built, in the scope of their strategy, as they were when they were described."""
+    """Builds the unbuilt optimizers as they were described, in the scope of their strategy."""
     weights = model.weights
     for place, optimizer in other_optimizers(model).items():
         numbers = places.get(place, [])

@@ -1,1 +1,1 @@
-"""The driver of replicas that train in step, and its parts."""
+"""The driver for replicas that train in step, and its parts."""

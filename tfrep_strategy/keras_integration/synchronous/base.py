@@ -1,4 +1,4 @@
-"""What the parts of the synchronous driver have in common."""
+"""The base class of the parts of the synchronous driver."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class SynchronousBase(KerasDriver):
 
     @property
     def strategy(self) -> KerasStrategy:
-        """The strategy that has brought this driver."""
+        """The strategy of this driver."""
         return super().strategy
 
     @property
@@ -30,11 +30,12 @@ class SynchronousBase(KerasDriver):
         return self.strategy.num_replicas_in_sync > self.strategy.extended.num_local_replicas
 
     def what_overwrites(self, gradients: Sequence[Any], variables: Sequence[Any]) -> dict[int, tf.Tensor]:
-        """Returns, by the place in the list, the gradients that are no gradients but overwrite their variables, made global.
+        """Reduces gradients that overwrite their variables, and returns them by their places in the list.
 
-        Training in float8 keeps the largest values that tensors had in such variables; that of all replicas is the largest.
+        Training in float8 keeps the largest absolute values of tensors in such variables, so the maximum over the replicas is
+        taken.
         """
-        named = zip(gradients, variables, strict=False)  # If there are more of one, Keras says so.
+        named = zip(gradients, variables, strict=False)  # Keras reports different lengths.
         places = [i for i, (g, v) in enumerate(named) if g is not None and overwrites(v)]
         if not places:
             return {}
@@ -42,7 +43,7 @@ class SynchronousBase(KerasDriver):
         return dict(zip(places, self.strategy.extended.own_communicator().all_reduce(own, "max"), strict=True))
 
     def num_processes(self) -> int:
-        """Counts the processes that train together. Every process has to call it."""
+        """Returns the number of processes that train together. Every process must call it."""
         return len(self.strategy.extended.all_gather_object(None))
 
     @property
@@ -52,5 +53,5 @@ class SynchronousBase(KerasDriver):
 
 
 def overwrites(variable: Any) -> bool:
-    """Whether an optimizer overwrites a variable with its gradient."""
+    """Returns whether an optimizer overwrites a variable with its gradient."""
     return getattr(variable, "overwrite_with_gradient", False)

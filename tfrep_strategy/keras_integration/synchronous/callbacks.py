@@ -1,6 +1,6 @@
 """Callbacks that decide alike on every process, and write each file once.
 
-Callbacks that one process runs by itself: a `ModelCheckpoint` under `if rank == 0:`, a tracker of experiments.
+Also callbacks that one process runs alone: a `ModelCheckpoint` under `if rank == 0:`, a tracker of experiments.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ _CHANGE_TRAINING = (
 )
 
 _TRACKERS = ("mlflow", "wandb")
-"""Packages whose callbacks report to a server of their own. One report is enough."""
+"""Packages whose callbacks report to a server. One report is enough."""
 
 
 class Given(NamedTuple):
-    """What a process tells the others of a callback that it was given.
+    """The description of a callback that a process sends to the others.
 
     Attributes:
         kind: Module and name of its class.
         changes_training: Whether weights or the learning rate depend on it.
         tracks: Whether it reports to a tracker of experiments.
-        settings: Its numbers, texts and functions, which tell it from others of its class.
+        settings: Its numbers, texts and functions, to distinguish it from others of its class.
     """
 
     kind: str
@@ -83,17 +83,17 @@ def _described(value: Any) -> Any:
 
 
 def find_lone(ranks: Sequence[Sequence[Given]]) -> dict[Given, list[int]]:
-    """Finds callbacks that a process runs by itself: not every process was given them, or one report of theirs is enough.
+    """Finds callbacks that a process runs alone: not every process has them, or one report of theirs is enough.
 
     Args:
         ranks: The callbacks of each rank.
 
     Returns:
-        Those of which some rank has fewer than another, and trackers; and the ranks that have the most of their kind. Callbacks
-        of one kind need no equal settings, as long as all ranks have as many: a path may hold the rank.
+        Callbacks that some rank has fewer of than another, and trackers, each with the ranks that have the most of its kind.
+        Callbacks of one kind need not have equal settings if all ranks have equally many: a path may contain the rank.
 
     Raises:
-        ConfigurationError: for one that changes how the model trains: it would not stay one model.
+        ConfigurationError: Such a callback changes how the model trains, so the ranks' models would differ.
     """
     counts = [Counter(rank) for rank in ranks]
     of_all = {given for given in counts[0] if len({count[given] for count in counts}) == 1}
@@ -117,14 +117,14 @@ def find_lone(ranks: Sequence[Sequence[Given]]) -> dict[Given, list[int]]:
 
 
 class LoneCallback(keras.callbacks.Callback):
-    """Runs a callback of this process without asking the others, which do not run it.
+    """Runs a callback of this process without the other ranks, which do not run it.
 
-    The random numbers that it draws from Python, NumPy and TensorFlow are its own, so that all ranks go on drawing alike. It must
-    not change the learning rate, weights, or the optimizer's state.
+    Its random numbers from Python, NumPy and TensorFlow do not affect those of the ranks, so that all ranks keep drawing alike. It
+    must not change the learning rate, weights, or the optimizer's state.
 
     Args:
         callback: The callback.
-        strategy: Whose state it reads as this process has it; it was merged before.
+        strategy: The strategy whose merged state it reads on this process.
     """
 
     def __init__(self, callback: Any, strategy: KerasStrategy) -> None:
@@ -143,14 +143,14 @@ class LoneCallback(keras.callbacks.Callback):
 def _forwarding(hook: str) -> Callable[..., None]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> None:
         if is_default(getattr(self.callback, hook)):
-            return  # It does nothing. To look at the learning rate would wait for the step.
+            return  # The hook does nothing, and reading the learning rate would wait for the step.
         before = _learning_rate(self.model)
         changes: dict[int, tuple[Any, Any]] = {}
         with (
             self._strategy.extended.acting_alone(), is_coordinated.to(True), _own_random_numbers(), before_changes.to(changes)
         ):  # fmt: skip
             getattr(self.callback, hook)(*args, **kwargs)
-        if repr(rate := _learning_rate(self.model)) != repr(before):  # A rate that is no number equals itself here.
+        if repr(rate := _learning_rate(self.model)) != repr(before):  # With `repr`, NaN equals itself.
             raise ConfigurationError(
                 message(
                     f"A {type(self.callback).__name__} that not all ranks were given has changed the learning rate.",
@@ -174,7 +174,7 @@ def _forwarding(hook: str) -> Callable[..., None]:
 
 
 def _changed(model: Any, before: Mapping[int, tuple[Any, Any]]) -> list[str]:
-    """Returns the paths of variables that have other values now, if the training goes on with them."""
+    """Returns the paths of variables of the training that have other values now."""
     optimizer = getattr(model, "optimizer", None)
     variables = {id(each._value): each.path for each in [*model.variables, *getattr(optimizer, "variables", ())]} if before else {}
     return [
@@ -185,7 +185,7 @@ def _changed(model: Any, before: Mapping[int, tuple[Any, Any]]) -> list[str]:
 
 
 def _learning_rate(model: Any) -> float | None:
-    """Returns the learning rate, if a callback may set it: a schedule sets it by the number of steps."""
+    """Returns the learning rate if a callback may set it; None for a schedule, which sets it by the number of steps."""
     optimizer = getattr(model, "optimizer", None)
     found = getattr(getattr(optimizer, "inner_optimizer", optimizer), "_learning_rate", None)
     return float(keras.ops.convert_to_numpy(found)) if isinstance(found, keras.Variable) else None
@@ -213,20 +213,20 @@ _DESTINATIONS: dict[type, Callable[[Any], str]] = {
     keras.callbacks.RemoteMonitor: lambda callback: callback.root + callback.path,
     keras.callbacks.TensorBoard: lambda callback: os.path.abspath(callback.log_dir),
 }
-"""Callbacks that do nothing but write or show, and where to; of those with the same destination one writes."""
+"""Callbacks that only write or show, and their destinations. Of those with the same destination one writes."""
 
 _DECIDE_ALIKE = (*CHECKPOINTS, keras.callbacks.TensorBoard, keras.callbacks.TerminateOnNaN)
-"""Callbacks whose decisions about a batch are the same everywhere, because its logs are."""
+"""Callbacks whose decisions about a batch are the same on all processes, because the logs are."""
 
 _STOPS = {"train": "stop_training", "test": "stop_evaluating", "predict": "stop_predicting"}
-"""The attribute of a model by which callbacks end each phase."""
+"""The attribute of a model with which callbacks end each phase."""
 
 
 _PATHS: dict[type, str] = {keras.callbacks.CSVLogger: "filename", keras.callbacks.TensorBoard: "log_dir"}
-"""The attributes of callbacks that hold where they write to."""
+"""The attributes of callbacks that hold their destinations."""
 
 _told: Any = weakref.WeakKeyDictionary()
-"""Of callbacks that write into temporary folders: the attribute, what it was, and what removes the folder."""
+"""For callbacks that write into temporary folders: the attribute, its former value, and a function that removes the folder."""
 
 
 def _destination(callback: Any, is_lone: bool) -> str | None:
@@ -240,13 +240,13 @@ def _destination(callback: Any, is_lone: bool) -> str | None:
 
 
 class Callbacks(backups.Backups, SynchronousBase):
-    """What callbacks do.
+    """Operations of callbacks.
 
     Attributes:
         is_fitting: Whether `fit` is running.
-        is_called: Whether `evaluate` or `predict` is running. While `fit` is, a callback has called it.
-        given_to_fit: Its arguments.
-        steps_of_fit: What it iterates over.
+        is_called: Whether `evaluate` or `predict` is running. During `fit`, a callback has called it.
+        given_to_fit: The arguments of `fit`.
+        steps_of_fit: The iterator of `fit`.
     """
 
     is_fitting = False
@@ -258,7 +258,7 @@ class Callbacks(backups.Backups, SynchronousBase):
         self, original: Any, callback_list: Any, callbacks: Any = None, add_history: bool = False,
         add_progbar: bool = False, model: Any = None, **params: Any,
     ) -> None:  # fmt: skip
-        """Leaves out what another process writes, and puts what keeps the processes in step at both ends."""
+        """Leaves out callbacks that another process runs, and adds those that keep the processes in step at both ends."""
         strategy = self.strategy
         callbacks = list(keras.tree.flatten(callbacks)) if callbacks else []
         agreement, callbacks = _agreed(strategy, callbacks)
@@ -266,7 +266,7 @@ class Callbacks(backups.Backups, SynchronousBase):
         if add_history and self.is_fitting:
             backup = backup_of_fit(strategy, model, self.given_to_fit, callbacks, self.steps_of_fit)
             verified = callbacks_of_fit(self.given_to_fit.get("x"))
-        if self.has_several:  # A single replica has nobody to wait for, and each callback is called twice in each step.
+        if self.has_several:  # A single replica needs no other process, and each callback is called twice in each step.
             callbacks = [_Before(strategy, agreement, self), *callbacks, _After(strategy, agreement)]
         original(
             callback_list, [*verified, *callbacks, *backup],
@@ -274,42 +274,42 @@ class Callbacks(backups.Backups, SynchronousBase):
         )  # fmt: skip
 
     def save_checkpoint(self, original: Any, callback: Any, epoch: int, batch: int | None, logs: Any) -> None:
-        """Decides on every process whether to save, and saves where `save` would."""
+        """Decides on every process whether to save, and saves on one process for each path."""
         best = callback.best
         try:
             with written_once(self.strategy, callback.filepath) as writes:
                 if writes:
                     try:
                         original(callback, epoch, batch, logs)
-                    except FileExistsError:  # Another process has made the folder since Keras looked for it.
+                    except FileExistsError:  # Another process has made the folder since Keras checked.
                         callback.best = best
                         original(callback, epoch, batch, logs)
-                else:  # Nothing is looked for or made in the file system.
+                else:  # This process must not touch the file system.
                     with _silent(callback):
                         callback._should_save_model(epoch, batch, logs, callback._get_file_path(epoch, batch, logs))
         except Exception:
-            callback.best = best  # No file holds what would be the best.
+            callback.best = best  # No file holds the best model.
             raise
 
     def save_orbax(self, original: Any, callback: Any, *args: Any, **kwargs: Any) -> None:
-        """Saves where `save` would."""
+        """Saves on one process for each path."""
         with written_once(self.strategy, callback.directory) as writes:
             if writes:
                 original(callback, *args, **kwargs)
 
     def wait_for_orbax(self, original: Any, callback: Any, *args: Any, **kwargs: Any) -> None:
-        """Returns everywhere when what is written in the background is there."""
+        """Returns on every process when the files written in the background are complete."""
         with failing_together(self.strategy) if not is_coordinated.value else contextlib.nullcontext():
             original(callback, *args, **kwargs)
 
     def save_backup(self, original: Any, callback: Any) -> None:
-        """Backs up where `save` would."""
+        """Writes the backup on one process for each path."""
         with written_once(self.strategy, callback.backup_dir) as writes:
             if writes:
                 super().save_backup(original, callback)
 
     def restore_backup(self, original: Any, callback: Any, logs: Any = None) -> None:
-        """Restores what the chief finds, everywhere: the other processes may not see its disk."""
+        """Restores the chief's backup on every process, since other processes may not see its disk."""
         strategy, model = self.strategy, callback.model
         optimizer = model.optimizer
         found = []
@@ -328,7 +328,7 @@ class Callbacks(backups.Backups, SynchronousBase):
         model._initial_epoch, batches = strategy.extended.broadcast_object((model._initial_epoch, batches))
         if restores:
             strategy.extended.resumes_at = model._initial_epoch or 0, batches
-            # Else a second interruption would be noted as one of epoch 0.
+            # Otherwise a second interruption would be recorded in epoch 0.
             callback._current_epoch = model._initial_epoch or 0
             optimizers = [*([] if optimizer is None else [optimizer]), *other_optimizers(model).values()]
             strategy.extended.broadcast_variables([*model.variables, *(v for each in optimizers for v in each.variables)])
@@ -341,14 +341,14 @@ class Callbacks(backups.Backups, SynchronousBase):
 
 
 class _Agreement(NamedTuple):
-    """What the callbacks of all processes are.
+    """A summary of the callbacks of all processes.
 
     Attributes:
-        look_at_batches: The phases in which one of them looks at single batches.
-        may_stop_alone: Those in which one of them may stop for reasons that the others do not have.
-        some_are_lone: Whether a process has a callback for itself.
-        own_is_lone: Whether this one has.
-        elsewhere: Those of this process that write into temporary folders.
+        look_at_batches: The phases in which a callback looks at single batches.
+        may_stop_alone: The phases in which a callback may stop for reasons that other processes do not have.
+        some_are_lone: Whether a process has a callback that it runs alone.
+        own_is_lone: Whether this process has one.
+        elsewhere: The callbacks of this process that write into temporary folders.
     """
 
     look_at_batches: frozenset[str]
@@ -359,7 +359,7 @@ class _Agreement(NamedTuple):
 
 
 def _agreed(strategy: KerasStrategy, callbacks: list[Any]) -> tuple[_Agreement, list[Any]]:
-    """Compares the callbacks of all processes, and returns those that this one runs."""
+    """Compares the callbacks of all processes, and returns those that this process runs."""
     look_at_batches = frozenset[str]().union(*map(_phases_seen_by_batch, callbacks))
     of_their_own = [each for each in callbacks if not isinstance(each, _DECIDE_ALIKE) or _phases_of_users(each)]
     may_stop_alone = frozenset[str]().union(*map(_phases_seen_by_batch, of_their_own))
@@ -386,17 +386,17 @@ def _agreed(strategy: KerasStrategy, callbacks: list[Any]) -> tuple[_Agreement, 
 
 
 class _Together(keras.callbacks.Callback):
-    """Does with all processes what a list of callbacks does; it stands at one end of the list.
+    """A callback at one end of the list, which acts on all processes together.
 
     Args:
         strategy: The strategy of the model.
-        agreement: What the callbacks of all processes are.
+        agreement: The summary of the callbacks of all processes.
     """
 
     def __init__(self, strategy: KerasStrategy, agreement: _Agreement) -> None:
         super().__init__()
         self._strategy, self._agreement = strategy, agreement
-        # Without batches to look at there is nothing to do at one, and the bar of Keras may be drawn meanwhile.
+        # If no callback looks at batches, there is nothing to do at one, and Keras may draw its bar meanwhile.
         self.async_safe = not agreement.look_at_batches
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -410,16 +410,16 @@ class _Together(keras.callbacks.Callback):
 
     @abc.abstractmethod
     def _end_batch(self, phase: str, logs: Any) -> None:
-        """Does what is to be done at the end of each batch."""
+        """Acts at the end of each batch."""
 
 
 class _Before(_Together):
-    """Makes what the other callbacks see that of the whole batch, and of all replicas.
+    """Makes the logs and state that other callbacks see those of the whole batch, over all replicas.
 
     Args:
         strategy: The strategy of the model.
-        agreement: What the callbacks of all processes are.
-        calls: Tell whether Keras runs the list. A loop of the user's own passes logs as they are to be.
+        agreement: The summary of the callbacks of all processes.
+        calls: Tells whether Keras runs the list. A custom training loop passes final logs.
     """
 
     def __init__(self, strategy: KerasStrategy, agreement: _Agreement, calls: Callbacks) -> None:
@@ -428,7 +428,7 @@ class _Before(_Together):
 
     def _end_batch(self, phase: str, logs: Any) -> None:
         if phase in self._agreement.look_at_batches:
-            # Outputs are those of all replicas already.
+            # Outputs are already those of all replicas.
             if logs and phase != "predict" and (self._calls.is_fitting or self._calls.is_called):
                 # All callbacks get this one object.
                 of_all = pythonify_logs(logs_of_all(self.model, phase, dict(logs)))
@@ -441,7 +441,7 @@ class _Before(_Together):
         self._prepare_for_lone()
 
     def _prepare_for_lone(self) -> None:
-        """Makes state that is spread over the processes readable on each alone, where one has a callback for itself."""
+        """Makes state that is spread over the processes readable on each, if a process runs a callback alone."""
         if self._agreement.some_are_lone:
             self._strategy.extended.synchronize_new_variables()
             self._strategy.extended.merge_replica_state()
@@ -449,7 +449,7 @@ class _Before(_Together):
 
 
 class _After(_Together):
-    """Ends a phase on all processes where one wants to, and training when all are done."""
+    """Ends a phase on all processes if one wants to, and training when all have finished."""
 
     def _end_batch(self, phase: str, logs: Any) -> None:
         if phase in self._agreement.may_stop_alone:
@@ -459,13 +459,13 @@ class _After(_Together):
         self._stop_if(any(self._strategy.extended.all_gather_object(self._wants_to_stop("train"))), "train")
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Returns everywhere when the files that callbacks write at the end are there."""
+        """Returns on every process when the files that callbacks write at the end are complete."""
         self._strategy.extended.all_gather_object(None)
         for callback in self._agreement.elsewhere:
             _write_where_told(callback)
 
     def _wants_to_stop(self, phase: str) -> bool:
-        return bool(getattr(self.model, _STOPS[phase], False))  # In a loop of one's own a model may not know of stopping.
+        return bool(getattr(self.model, _STOPS[phase], False))  # In a custom training loop a model may lack the attribute.
 
     def _stop_if(self, some_want_to: bool, phase: str) -> None:
         if some_want_to:
@@ -473,7 +473,7 @@ class _After(_Together):
 
 
 def _phases_seen_by_batch(callback: Any) -> frozenset[str]:
-    """Returns in which phases a callback looks at single batches."""
+    """Returns the phases in which a callback looks at single batches."""
     if isinstance(callback, (keras.callbacks.ProgbarLogger, keras.callbacks.BackupAndRestore)):
         return _phases_of_users(callback)
     if isinstance(callback, DeclaredCallback) and not callback.looks_at_batches:
@@ -487,7 +487,7 @@ def _phases_seen_by_batch(callback: Any) -> frozenset[str]:
 
 
 def _phases_of_users(callback: Any) -> frozenset[str]:
-    """Returns in which phases a callback of the user's own, derived from one of Keras, does something of its own after a batch."""
+    """Returns the phases in which a user's subclass of a Keras callback has its own hook after a batch."""
     phases = [phase for phase in _STOPS if _is_users(callback, f"on_{phase}_batch_end")]
     return frozenset([*phases, "train"] if _is_users(callback, "on_batch_end") else phases)
 
@@ -497,18 +497,18 @@ def _is_users(callback: Any, hook: str) -> bool:
 
 
 def _saves_alone(callback: Any) -> bool:
-    """Whether a callback that one process runs saves the model by itself."""
+    """Returns whether a callback on one process saves the model by itself."""
     return isinstance(callback, keras.callbacks.TensorBoard) and bool(callback.embeddings_freq) and not _writes_more(callback)
 
 
 def _writes_more(callback: Any) -> bool:
-    """Whether a callback is of the user's own, derived from one that writes. It may ask the model, as all processes have to."""
+    """Returns whether a callback is a user's subclass of one that writes. It may use the model, as all processes must."""
     hooks = [name for name in dir(keras.callbacks.Callback) if name.startswith("on_")]
     return isinstance(callback, tuple(_PATHS)) and any(_is_users(callback, hook) for hook in hooks)
 
 
 def _writing_elsewhere(callback: Any) -> Any:
-    """Has a callback write into a temporary folder, since another process writes where it would. Undo: `_write_where_told`."""
+    """Lets a callback write into a temporary folder, since another process writes to its path. `_write_where_told` undoes it."""
     name = next(name for kind, name in _PATHS.items() if isinstance(callback, kind))
     told, folder = getattr(callback, name), tempfile.mkdtemp(prefix="tfrep-callback-")
     _told[callback] = name, told, weakref.finalize(callback, shutil.rmtree, folder, ignore_errors=True)

@@ -45,7 +45,7 @@ _STEPS = (tf.data.Iterator, tf.distribute.DistributedIterator)
 class SynchronousDriver(Updates, Losses, Logs, Placement, Layers, EmptyParts, Callbacks, Saving, OtherThreads):
     """Trains a model on all replicas of a strategy as on one device.
 
-    Here are the loops, in the order in which they come. What a step calls is in the classes that this one derives from.
+    The loops are here, in the order in which Keras calls them. The functions that a step calls are in the base classes.
 
     Args:
         strategy: The strategy.
@@ -55,15 +55,15 @@ class SynchronousDriver(Updates, Losses, Logs, Placement, Layers, EmptyParts, Ca
         super().__init__(strategy)
         self.profile: Any = None
         self.read_last: StepsOfReplicas | None = None
-        """What the loop that runs now reads."""
+        """The iterator of the loop that runs now."""
         self.of_trace = TracedStep(self)
-        """The driver while the step of one device is traced."""
+        """The driver while a one-device step is traced."""
         self._compared_calls: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
-    # A call begins.
+    # The begin of a call.
 
     def compile(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-        """Makes in the model's scope what is given by name, and refuses objects that were made elsewhere."""
+        """Makes optimizers and metrics that are given by name in the model's scope, and refuses objects made elsewhere."""
         refusals.refuse_old_optimizer(args[0] if args else kwargs.get("optimizer"), "`compile`")
         with self.strategy.scope() if self.has_several else contextlib.nullcontext():
             original(model, *args, **kwargs)
@@ -71,7 +71,7 @@ class SynchronousDriver(Updates, Losses, Logs, Placement, Layers, EmptyParts, Ca
             refusals.refuse_foreign_parts(model, self.strategy)
 
     def resolve_auto_jit_compile(self, original: Any, model: Any) -> bool:
-        """Decides about XLA as on one device, where Keras does without it under every strategy."""
+        """Decides about XLA as on one device; Keras does not use it under a strategy."""
         strategy, model._distribute_strategy = model._distribute_strategy, None
         try:
             return original(model)
@@ -79,7 +79,7 @@ class SynchronousDriver(Updates, Losses, Logs, Placement, Layers, EmptyParts, Ca
             model._distribute_strategy = strategy
 
     def fit(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compares validation data before training, and not after the first epoch."""
+        """Compares validation data before training, instead of after the first epoch."""
         self._refuse_foreign(model, "fit")
         given = _given(original, model, args, kwargs)
         refusals.refuse_old_callbacks(given.get("callbacks"))
@@ -88,7 +88,7 @@ class SynchronousDriver(Updates, Losses, Logs, Placement, Layers, EmptyParts, Ca
 
     def _fit(self, original: Any, model: Any, given: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         extended = self.strategy.extended
-        # A callback may train another model meanwhile.
+        # A callback may train another model in between.
         outer = self.is_fitting, self.given_to_fit, self.steps_of_fit, self.profile, self.is_called
         beside, done, resumes_at = extended.given_beside, extended.validations_done, extended.resumes_at
         self.is_fitting, self.given_to_fit, self.steps_of_fit, self.is_called = True, given, None, False
@@ -110,7 +110,7 @@ class SynchronousDriver(Updates, Losses, Logs, Placement, Layers, EmptyParts, Ca
             extended.given_beside, extended.validations_done, extended.resumes_at = beside, done, resumes_at
 
     def evaluate(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Merges state that results depend on."""
+        """Merges the state that results depend on."""
         self._refuse_foreign(model, "evaluate")
         if self.is_other_thread:
             return self.alone(original, model, *args, **kwargs)
@@ -121,7 +121,7 @@ class SynchronousDriver(Updates, Losses, Logs, Placement, Layers, EmptyParts, Ca
         return results
 
     def predict(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Merges state that predictions depend on."""
+        """Merges the state that predictions depend on."""
         if self.is_other_thread:
             return self.alone(original, model, *args, **kwargs)
         self._merge_state()
@@ -131,14 +131,14 @@ class SynchronousDriver(Updates, Losses, Logs, Placement, Layers, EmptyParts, Ca
         return results
 
     def train_on_batch(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compares what the ranks give to the first call."""
+        """Compares the arguments of the first call between the ranks."""
         self._refuse_foreign(model, "train_on_batch")
         with self.leading("train_on_batch"):
             self._compare_first_call("train_on_batch", original, model, args, kwargs)
             return original(model, *args, **kwargs)
 
     def test_on_batch(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compares what the ranks give to the first call, and merges state that results depend on."""
+        """Compares the arguments of the first call between the ranks, and merges the state that results depend on."""
         self._refuse_foreign(model, "test_on_batch")
         if self.is_other_thread:
             return self.alone(original, model, *args, **kwargs)
@@ -147,7 +147,7 @@ class SynchronousDriver(Updates, Losses, Logs, Placement, Layers, EmptyParts, Ca
         return original(model, *args, **kwargs)
 
     def predict_on_batch(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compares what the ranks give to the first call, and merges state that predictions depend on."""
+        """Compares the arguments of the first call between the ranks, and merges the state that predictions depend on."""
         if self.is_other_thread:
             return self.alone(original, model, *args, **kwargs)
         self._merge_state()
@@ -156,7 +156,7 @@ class SynchronousDriver(Updates, Losses, Logs, Placement, Layers, EmptyParts, Ca
 
     @contextlib.contextmanager
     def _called(self) -> Iterator[None]:
-        """Notes that what is read meanwhile is no validation data of `fit`: a callback may evaluate and predict, too."""
+        """Records that data is not read for validation in `fit`, since a callback may evaluate and predict as well."""
         before, read_before, self.is_called = self.is_called, self.read_last, True
         try:
             yield
@@ -171,24 +171,24 @@ class SynchronousDriver(Updates, Losses, Logs, Placement, Layers, EmptyParts, Ca
             refusals.refuse_foreign_metrics(model, self.strategy, method)
 
     def _merge_state(self) -> None:
-        """Makes moving statistics one value on all replicas."""
+        """Merges moving statistics to one value on all replicas."""
         self.strategy.extended.refuse_fork()
         self.strategy.extended.synchronize_new_variables()
         self.strategy.extended.merge_replica_state()
 
     def _compare_first_call(self, method: str, original: Any, model: Any, args: Any, kwargs: Any) -> None:
-        """Compares what the ranks give; to compare each call would cost each a collective."""
+        """Compares the arguments of the first call. Comparing each call would cost a collective each."""
         compared = self._compared_calls.setdefault(model, set())
         if method not in compared:
             compared.add(method)
             given = _given(original, model, args, kwargs)
             self.strategy.extended.check_same(Fingerprint({key: value for key, value in given.items() if key != "self"}))
 
-    # What is read.
+    # Data.
 
     def make_epoch_iterator(self, original: Any, distribute_strategy: Any = None, **kwargs: Any) -> StepsOfReplicas:
-        """Hands Keras's loops whole steps of all replicas of this process."""
-        begins_fit = self.is_fitting and self.steps_of_fit is None  # What comes later is for validation.
+        """Gives Keras's loops whole steps of all replicas of this process."""
+        begins_fit = self.is_fitting and self.steps_of_fit is None  # Later iterators are for validation.
         validates = self.is_fitting and not begins_fit and not self.is_called
         given, epochs = self.given_to_fit, None if validates else 1
         if begins_fit:
@@ -203,7 +203,7 @@ class SynchronousDriver(Updates, Losses, Logs, Placement, Layers, EmptyParts, Ca
         return steps
 
     def get_data_adapter(self, original: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """Has every process make the pipeline of its replicas of a `DatasetCreator`."""
+        """Lets every process make the pipeline of its replicas from a `DatasetCreator`."""
 
         def make(creator: Any) -> Any:
             strategy: Any = self.strategy
@@ -215,12 +215,12 @@ class SynchronousDriver(Updates, Losses, Logs, Placement, Layers, EmptyParts, Ca
         return adapter
 
     def build_model(self, original: Any, model: Any, iterator: Any = None, data_batch: Any = None) -> None:
-        """Builds the model from the specification of its data: a batch that is read for that would be lost."""
+        """Builds the model from the specification of its data, because a batch read for this would be lost."""
         if answers_alone.value:
             original(model, iterator, data_batch)
             return
-        # Nothing says what a step of the user's own reads or calls. What it makes lazily is made when it is traced, as on one
-        # device. So are variables that await what a checkpoint holds: Keras would build them in a scope that loses it.
+        # It is unknown what a user's own step reads or calls. It makes its variables when it is traced, as on one
+        # device. So do variables with deferred values of a checkpoint: Keras would build them in a scope that loses the values.
         if not _has_own_steps(model) and not _awaits_checkpoint(model):
             if iterator is not None:
                 spec = iterator.part_spec
@@ -231,15 +231,15 @@ class SynchronousDriver(Updates, Losses, Logs, Placement, Layers, EmptyParts, Ca
             except TfrepError:
                 raise
             except Exception:
-                # Keras builds with dense rows that have no values. The model may need ragged or sparse ones, or run eagerly. It is
-                # then built when the step is traced, which also tells what is wrong with it.
+                # Keras builds with dense rows without values. The model may need ragged or sparse rows, or run eagerly. It is
+                # then built when the step is traced, which also reports its errors.
                 pass
         self.strategy.extended.synchronize_new_variables()
 
-    # What a step does.
+    # Steps.
 
     def make_function(self, original: Any, model: Any, step_function: Any) -> Any:
-        """Makes a train or test function that also takes whole batches, as `train_on_batch` gives them."""
+        """Makes a train or test function that also takes whole batches, as from `train_on_batch`."""
         strategy = self.strategy
         phase = "test" if step_function == model.test_step else "train"
         extended, warns = strategy.extended, bool(self.layers_not_seen)
@@ -251,7 +251,7 @@ class SynchronousDriver(Updates, Losses, Logs, Placement, Layers, EmptyParts, Ca
                 return original(model, compiled_between_collectives(step_function))
 
         if not self.has_several and not self.layers_not_seen:
-            return build(step_function)  # There is nobody to keep in step with, and a call more would cost time in every step.
+            return build(step_function)  # No other replica takes part, and another call would cost time in every step.
 
         run = build(step_function)
         if self.has_several:
@@ -260,7 +260,7 @@ class SynchronousDriver(Updates, Losses, Logs, Placement, Layers, EmptyParts, Ca
                 extended, model, phase, lambda: build(step_function), by_replicas, not model.built, model.jit_compile
             )
 
-        # It is called in every step, so it calls no more than it needs.
+        # This runs in every step, so it calls as little as possible.
         def function(iterator: Any) -> Any:
             extended.synchronize_new_variables()
             extended.mark_state_changed()
@@ -281,13 +281,13 @@ class SynchronousDriver(Updates, Losses, Logs, Placement, Layers, EmptyParts, Ca
             if warns:
                 self.warn_of_layers_not_seen()
             extended.count_steps(model, model.steps_per_execution)
-            # Nobody asks again for the logs of a single batch.
+            # The logs of a single batch are not read again later.
             return logs_of_all(model, phase, logs) if takes_whole_batches else logs
 
         return function
 
     def make_predict_function(self, original: Any, model: Any, force: bool = False) -> None:
-        """Makes a predict function that also takes whole batches, as `predict_on_batch` gives them."""
+        """Makes a predict function that also takes whole batches, as from `predict_on_batch`."""
         extended = self.strategy.extended
 
         def predicted(batch: Any) -> Any:
@@ -308,7 +308,7 @@ class SynchronousDriver(Updates, Losses, Logs, Placement, Layers, EmptyParts, Ca
             model.predict_function = PredictFunction(self, model, made, run)
 
     def reduce_per_replica(self, original: Any, values: Any, strategy: Any, reduction: str) -> Any:
-        """Gathers the predictions of all replicas, in input order, on every process. Of truths and strings there is no mean."""
+        """Gathers the predictions of all replicas, in input order, on every process. Truth values and strings have no mean."""
         if isinstance(values, Whole):
             return values.results
         if reduction == "concat":
@@ -321,14 +321,14 @@ class SynchronousDriver(Updates, Losses, Logs, Placement, Layers, EmptyParts, Ca
         return original(tf.nest.map_structure(told, values), strategy, reduction)
 
     def check_first_batch(self) -> None:
-        """Compares what the ranks have read first, once."""
+        """Compares the first batches of the ranks, once."""
         first_batch, self.strategy.extended.first_batch = self.strategy.extended.first_batch, None
         if first_batch is not None:
             first_batch.check()
 
 
 def _not_ahead(make: Callable[[], tf.data.Dataset]) -> tf.data.Dataset:
-    """Returns a data set that is not read ahead: workers of Keras do so by themselves, and must not be asked between epochs."""
+    """Returns a data set that is not read ahead: Keras's workers read ahead, and must not be asked between epochs."""
     options = tf.data.Options()
     options.experimental_optimization.inject_prefetch = False
     return make().with_options(options)
@@ -339,20 +339,20 @@ def _given(original: Any, model: Any, args: Any, kwargs: Any) -> dict[str, Any]:
 
 
 def _has_own_steps(model: Any) -> bool:
-    """Returns whether a step calls code of the user's own, which may use layers that `call` does not."""
+    """Returns whether a step calls the user's own code, which may use layers that `call` does not."""
     own = ("train_step", "test_step", "compute_loss")
     return any(getattr(type(model), name) is not getattr(TensorFlowTrainer, name) for name in own)
 
 
 def _awaits_checkpoint(model: Any) -> bool:
-    """Whether a checkpoint was read for variables that a model has not made yet."""
+    """Returns whether a checkpoint holds values for variables that a model has not made yet."""
     awaited = (getattr(layer, "_self_unconditional_deferred_dependencies", None) for layer in model._flatten_layers())
     return not model.built and any(awaited)
 
 
 @contextlib.contextmanager
 def _without_jit(model: Any) -> Iterator[None]:
-    """Keeps Keras from compiling a whole step, which holds collectives that XLA cannot."""
+    """Keeps Keras from compiling a whole step: XLA cannot compile its collectives."""
     jit_compile, model._jit_compile = model.jit_compile, False
     try:
         yield

@@ -1,10 +1,10 @@
-"""What Keras's loops iterate over: the steps of an epoch, with the whole step (`Shards`) of all replicas of this process.
+"""The iterator of Keras's loops: the steps of an epoch, each with the `Shards` of all replicas of this process.
 
-Whether code that reads data has drawn random numbers: then all of an epoch has to be read for the next one to be the same.
+If code that reads data has drawn random numbers, all of an epoch must be read for the next one to be the same.
 
-Python generators, of which no batch is lost or taken twice by read-ahead.
-Keras reads a generator through a pipeline that reads ahead, and drops what it has read when the next `fit` or `evaluate` makes
-another pipeline. How much that is depends on time, and so each rank would go on with another batch.
+Keras reads a Python generator through a pipeline that reads ahead. It drops batches read ahead when the next `fit` or `evaluate`
+makes another pipeline. Their number depends on time, so each rank would continue with another batch. Here no batch is
+lost or used twice.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from tfrep_strategy.keras_integration.profiled_fit import ProfiledFit
 
 @dataclass(frozen=True)
 class RandomStates:
-    """The states of generators.
+    """The states of random generators.
 
     Attributes:
-        of_python: That of the module `random`.
-        others: Those of NumPy, and of generators that the data holds.
+        of_python: The state of the module `random`.
+        others: The states of NumPy, and of generators that the data holds.
     """
 
     of_python: Any
@@ -48,7 +48,7 @@ class RandomStates:
         """Returns the states after `random.shuffle` of a list.
 
         Args:
-            length: Of the list.
+            length: The length of the list.
         """
         generator = random.Random()
         generator.setstate(self.of_python)
@@ -57,10 +57,10 @@ class RandomStates:
 
 
 def random_states(data: Any) -> RandomStates:
-    """Returns the states of the generators that code of some data may draw from.
+    """Returns the states of the random generators that the code of some data may draw from.
 
     Args:
-        data: What `fit` is given. Its attributes may be generators.
+        data: The data of `fit`. Its attributes may be generators.
 
     Example:
         >>> before = random_states(None)
@@ -80,9 +80,9 @@ def _state(value: Any) -> Any:
 
 
 class Shelf:
-    """Holds what pipelines have read from a generator and no step has taken.
+    """Holds batches that pipelines have read from a generator and no step has taken.
 
-    It lives as long as the generator, which it therefore does not hold.
+    It lives as long as the generator, and so holds no reference to it.
     """
 
     _of: weakref.WeakKeyDictionary[Any, Shelf] = weakref.WeakKeyDictionary()
@@ -93,25 +93,25 @@ class Shelf:
         self._reader = 0
         self._lock = threading.Lock()
         self._asking = threading.Lock()
-        """Held while the generator runs, which may wait for what the next step, or a callback, gives it."""
+        """Held while the generator runs. It may wait for something that the next step, or a callback, provides."""
 
     @classmethod
     def of(cls, generator: Iterator[Any]) -> Shelf:
-        """Returns the one shelf of a generator."""
+        """Returns the shelf of a generator."""
         return cls._of.setdefault(generator, cls())
 
     def begin(self) -> tuple[int, int]:
-        """Returns the number of a new reader, and its place: at the first batch that no step has taken. Others get no more."""
+        """Returns the number of a new reader, and its place: the first batch that no step has taken. Other readers end."""
         with self._lock:
             self._reader += 1
             return self._reader, self._taken
 
     def is_read_by(self, reader: int) -> bool:
-        """Whether no other reader has begun since."""
+        """Returns whether no other reader has begun since."""
         return reader == self._reader
 
     def read(self, generator: Iterator[Any], reader: int, place: int) -> Iterator[Any]:
-        """Yields copies of the batches from a place on, as long as no other reader begins."""
+        """Yields copies of the batches from a place on, until another reader begins."""
         while (batch := self._batch(generator, reader, place)) is not None:
             # TensorFlow may write into memory that it shares with an aligned array.
             yield keras.tree.map_structure(lambda v: v.copy() if isinstance(v, np.ndarray) else v, batch[0])
@@ -136,7 +136,7 @@ class Shelf:
                     self._untaken.append(batch)
 
     def take(self, count: int) -> None:
-        """Hears that steps have taken so many batches."""
+        """Records that steps have taken this number of batches."""
         with self._lock:
             for _ in range(min(count, len(self._untaken))):
                 self._untaken.popleft()
@@ -144,7 +144,7 @@ class Shelf:
 
 
 class GeneratorReading:
-    """How the epochs of one `fit`, `evaluate` or `predict` read a generator.
+    """The reading of a generator in the epochs of one `fit`, `evaluate` or `predict`.
 
     Args:
         generator: Yields batches.
@@ -159,18 +159,18 @@ class GeneratorReading:
         self._has_begun = False
 
     def for_adapter(self) -> Iterator[Any]:
-        """Returns a generator for Keras's adapter, which takes the first batches from it to see what they are."""
+        """Returns a generator for Keras's adapter, which takes its first batches to inspect them."""
         return self._shelf.read(self._generator, *self._reader)
 
     def read_by(self, adapter: Any) -> None:
-        """Has the pipelines of an adapter read as this object says."""
+        """Makes the pipelines of an adapter read through this object."""
         self._first = adapter._first_batches
         adapter.generator = lambda: itertools.chain(self._repeated, self._shelf.read(self._generator, *self._reader))
 
     def begin(self, goes_on: bool = False) -> None:
-        """Hears that a pipeline is made. All but the first begin with the first batches, as Keras's do.
+        """Records a new pipeline. As in Keras, all pipelines but the first begin with the first batches.
 
-        They go on with those that nobody has taken. One that `goes_on` in place of another has only these.
+        Then come the batches that no step has taken. A pipeline that `goes_on` instead of another one has only these.
         """
         self._reader = self._shelf.begin()
         self._repeated = self._first if self._has_begun and not goes_on else []
@@ -179,11 +179,11 @@ class GeneratorReading:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether somebody else has begun to read the generator, such as the validation of the same `fit`."""
+        """Whether another reader of the generator has begun, such as the validation of the same `fit`."""
         return not self._shelf.is_read_by(self._reader[0])
 
     def note_steps(self, count: int) -> None:
-        """Hears how many batches steps have taken from the last pipeline."""
+        """Records how many batches steps have taken from the last pipeline."""
         repeated = min(count, self._num_repeated)
         self._num_repeated -= repeated
         self._shelf.take(count - repeated)
@@ -194,12 +194,12 @@ _SETTINGS = ("class_weight", "batch_size", "steps_per_epoch", "shuffle", "steps_
 
 
 class StepsOfReplicas(TFEpochIterator):
-    """Hands out whole steps, so that a replica knows its share of the global batch, and as many as all processes have.
+    """Yields whole steps, so that a replica knows its share of the global batch, and equally many on all processes.
 
     Args:
         driver: The driver of the model.
-        epochs: How many epochs will be read at most; None if nobody knows.
-        **kwargs: What Keras's loops give: the data, and settings.
+        epochs: The largest number of epochs that will be read; None if it is unknown.
+        **kwargs: The arguments of Keras's loops: the data, and settings.
     """
 
     _distributed_dataset: Any
@@ -228,7 +228,7 @@ class StepsOfReplicas(TFEpochIterator):
             self._generator.read_by(self.data_adapter)
         self._of_replicas = self._distributed_dataset
         self.part_spec = self._of_replicas.part_spec
-        # Pipelines may differ between the processes, and all run a step in the same way.
+        # Pipelines may differ between the processes, but all processes run a step in the same way.
         self.known_rows = KnownRows.common(strategy.extended.all_gather_object(self._of_replicas.known_rows))
         self._common_batches = _batches_of_all(strategy, self._distributed_dataset, self._num_batches, self.data_adapter)
         self._num_batches = self._common_batches
@@ -236,28 +236,28 @@ class StepsOfReplicas(TFEpochIterator):
         self._data = x
         self._reads_one_more = most is not None and _is_shuffled_and_endless(x)
         self.is_of_fit = False
-        """Whether these are the steps of a `fit`, which may go on from a backup, and no validation or call by a callback."""
+        """Whether these are the steps of a `fit`, which may resume from a backup, and not of validation or of a callback."""
         self.before_step: Callable[[int], None] | None = None
-        """What to call before each step, when all callbacks have seen the one before."""
+        """Called before each step, when all callbacks have seen the previous one."""
         self.profile: ProfiledFit | None = None
-        """Marks the steps in traces, from before each execution until all callbacks have seen it."""
+        """Marks the steps in traces, from the begin of each execution until all callbacks have seen it."""
         self._mark, self._is_marked = contextlib.ExitStack(), False
         self._noted_steps: Generator[Any, None, None] | None = None
 
     def reset(self) -> None:
-        """Forgets the state of an epoch, but not that the data of another process is shorter."""
+        """Resets the state of an epoch, but keeps the limit from other processes' shorter data."""
         super().reset()
         self._num_batches = self._common_batches
 
     def _interrupted_warning(self) -> None:
-        """Notes how many steps there are, where the last batch of each process has made fewer than others do."""
+        """Records the number of steps if the last batch of each process makes fewer steps than other batches."""
         if self._may_end_before and self.steps_per_epoch is None:
             self._common_batches = self._num_batches = self._steps_seen - self.steps_per_execution
         else:
             super()._interrupted_warning()
 
     def __iter__(self) -> StepsOfReplicas:
-        """Begins an epoch. It passes over what an interrupted run has trained on already, so that the order of the data goes on."""
+        """Begins an epoch. It skips steps that an interrupted run has done, so that the order of the data continues."""
         strategy = self._distribute_strategy
         epochs, batches = 0, 0
         if self.is_of_fit:
@@ -271,7 +271,7 @@ class StepsOfReplicas(TFEpochIterator):
         return self
 
     def __next__(self) -> Any:
-        # What is done here is done in every step, so nothing is called that Keras does not call.
+        # This runs in every step, so it calls nothing that Keras does not call.
         if self._is_marked:
             self._is_marked = False
             self._mark.close()
@@ -288,19 +288,19 @@ class StepsOfReplicas(TFEpochIterator):
 
     @contextlib.contextmanager
     def catch_stop_iteration(self) -> Iterator[None]:
-        """Ends the mark of a step that a callback has made the last one, or that has failed."""
+        """Ends the mark of a step if a callback has made it the last one, or it has failed."""
         try:
             with super().catch_stop_iteration(), self._mark:
                 yield
         finally:
             if self._noted_steps is not None:
-                self._noted_steps.close()  # So that the last step is noted now, also where a callback has ended the epoch.
+                self._noted_steps.close()  # Records the last step now, also if a callback has ended the epoch.
 
     def read_one_more(self) -> None:
-        """Reads a step that nobody needs, where an iterator goes on from epoch to epoch.
+        """Reads a step that is not used, if an iterator continues from epoch to epoch.
 
-        TensorFlow reads it ahead on one device. If a `shuffle` began anew for it, the data has another order when it is read
-        again: on one device, and then on every process.
+        On one device TensorFlow reads this step ahead. If a `shuffle` started again for it, the data has another order when it is
+        read again: on one device, and so on every process.
         """
         if self._reads_one_more and self._current_iterator is not None:
             with contextlib.suppress(StopIteration):
@@ -340,18 +340,18 @@ class StepsOfReplicas(TFEpochIterator):
                 generator.note_steps(last - first + 1)
 
     def pass_over(self, epochs: int, left_early: bool = False) -> None:
-        """Has the order of the data go on as if so many epochs had been read, the last of them perhaps not to its end."""
+        """Advances the order of the data as if so many epochs had been read; the last one perhaps not to its end."""
         for epoch in range(epochs):
             self._pass_over_epoch(left_early and epoch == epochs - 1)
 
     def pass_over_validations(self, count: int) -> None:
-        """Has the order of validation data go on as if there had been so many validations, each of which begins anew."""
+        """Advances the order of validation data as if there had been so many validations. Each starts from the beginning."""
         for _ in range(count):
             self.reset()
             self._pass_over_epoch()
 
     def _pass_over_epoch(self, left_early: bool = False) -> None:
-        # Where each epoch starts an iterator of its own, one batch of it is enough to have the next epoch's order drawn.
+        # If each epoch starts its own iterator, reading one batch of it is enough to draw the next epoch's order.
         starts_again = self.steps_per_epoch is None and self.num_batches is not None and not self._leaves_traces()
         with contextlib.suppress(StopIteration):
             for first, last, iterator in self._enumerate_iterator():
@@ -359,30 +359,30 @@ class StepsOfReplicas(TFEpochIterator):
                     before = random_states(self._data)
                     for _ in range(first, last + 1):
                         next(iterator)
-                    # Code that draws for a batch draws for all of them.
+                    # Code that draws for one batch draws for every batch.
                     starts_again = starts_again and random_states(self._data) in (before, self._with_order_drawn(before))
                 if left_early and starts_again:
-                    break  # At the end of a whole epoch Keras makes one iterator more.
+                    break  # At the end of a whole epoch Keras makes another iterator.
 
     def _leaves_traces(self) -> bool:
-        """Whether an epoch depends on how much of the one before was read."""
+        """Returns whether an epoch depends on how much of the previous one was read."""
         if isinstance(self._data, tf.data.Dataset):
             return leaves_traces(self._data)
-        return getattr(self.data_adapter, "enqueuer", None) is not None  # Keras's workers keep what nobody has taken.
+        return getattr(self.data_adapter, "enqueuer", None) is not None  # Keras's workers keep batches that were not taken.
 
     def _with_order_drawn(self, states: RandomStates) -> RandomStates:
-        """Returns states of generators as they are when Keras has drawn the order of an epoch of a `PyDataset`."""
+        """Returns the states of generators after Keras has drawn the order of an epoch of a `PyDataset`."""
         return states.after_shuffling(self.data_adapter.num_batches) if isinstance(self._data, keras.utils.PyDataset) else states
 
 
 def _is_shuffled_and_endless(data: tf.data.Dataset) -> bool:
-    """Whether data always has a step more, and to read it may draw another order. Other data may keep its reader waiting."""
+    """Returns whether data never ends and reading it may draw another order. Other data may block its reader."""
     is_shuffled = any(isinstance(part, dataset_kinds.Shuffle) for part in parts_of_dataset(data))
     return is_shuffled and int(data.cardinality()) == tf.data.INFINITE_CARDINALITY
 
 
 def _most_steps(epochs: int | None, steps_per_epoch: int | None, steps_per_execution: int | None, **others: Any) -> int | None:
-    """Returns how many steps will be read of an iterator that goes on in each epoch, and one more; see `read_one_more`.
+    """Returns the number of steps that will be read of an iterator that continues over epochs, plus one; see `read_one_more`.
 
     The last execution of an epoch is whole.
     """
@@ -393,10 +393,10 @@ def _most_steps(epochs: int | None, steps_per_epoch: int | None, steps_per_execu
 
 
 def _batches_of_all(strategy: KerasStrategy, distributed: Any, num_batches: int | None, adapter: Any) -> int | None:
-    """Returns after how many steps an epoch ends on every process, at the latest; None where only the data can tell."""
-    if distributed.cardinality >= 0:  # Made as long as the shortest when it was distributed.
+    """Returns the largest number of steps of an epoch, on every process; None if only the data can tell."""
+    if distributed.cardinality >= 0:  # The data was cut to the shortest length when it was distributed.
         return None if num_batches is None else min(num_batches, distributed.cardinality)
-    if distributed.steps_per_batch != 1:  # Each process reads data of its own, and the epoch ends with the last of them.
+    if distributed.steps_per_batch != 1:  # Each process reads its own data, and the epoch ends with the last process.
         most = distributed.steps_per_batch
         of_all = strategy.extended.all_gather_object(most and num_batches and _steps_of(adapter, num_batches, most))
         return None if None in of_all else max(of_all)
@@ -405,7 +405,7 @@ def _batches_of_all(strategy: KerasStrategy, distributed: Any, num_batches: int 
 
 
 def _steps_of(adapter: Any, num_batches: int, most: int) -> int:
-    """Returns how many steps batches make, each of which makes as many as it has rows, up to the number of replicas."""
+    """Returns the number of steps of some batches. A batch makes a step for each row, at most one for each replica."""
     if not isinstance(adapter, array_data_adapter.ArrayDataAdapter):
         return num_batches * most
     last = adapter.partial_batch_size or adapter.batch_size

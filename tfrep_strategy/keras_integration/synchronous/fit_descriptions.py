@@ -1,6 +1,6 @@
-"""Which `fit` a backup belongs to: what describes a `fit` when it begins, and is the same when its script is started again.
+"""Descriptions of a `fit`, to find the one that a backup belongs to. They are equal when the script is started again.
 
-The number of a `fit` does not tell: a script may leave out what it has done already. A description has settings, which have to be
+The number of a `fit` is not enough: a script may skip work that is done already. A description has settings, which must be
 equal, and samples of the data and of the initial weights. Rank 0 makes and compares descriptions.
 """
 
@@ -22,7 +22,7 @@ from tfrep_strategy.data.agreement import Fingerprint, Leaf
 from tfrep_strategy.keras_integration.internals import get_random_seed
 
 _STEER = (keras.callbacks.EarlyStopping, keras.callbacks.LearningRateScheduler, keras.callbacks.ReduceLROnPlateau)
-"""Callbacks of Keras whose arguments change what is learned. Others have paths, in which there may be the time of day."""
+"""Keras's callbacks whose arguments change the training. Others have paths, which may contain the time."""
 
 _DATA = ("x", "y", "sample_weight")
 _WITHOUT_EFFECT = ("self", "callbacks", "validation_data", "verbose")
@@ -30,21 +30,21 @@ _COMPILED = ("loss", "loss_weights", "metrics", "weighted_metrics")
 _DATA_NAME, _WEIGHTS_NAME = "data", "initial weights"
 
 _PRECISION = 1e-5
-"""Another machine may compute data and initial weights with other roundings."""
+"""Another machine may round data and initial weights differently."""
 
 
 def description(number: int, model: Any, given: Mapping[str, Any], steps: int | None, callbacks: Sequence[Any]) -> dict[str, Any]:
     """Describes a `fit` that begins.
 
     Args:
-        number: How many `fit`s the script has called before.
+        number: Number of `fit`s that the script has called before.
         model: Its model.
         given: The arguments of `fit`, by name.
-        steps: How many steps an epoch has, if that is known.
-        callbacks: Those that the program gives.
+        steps: Number of steps of an epoch, if known.
+        callbacks: The callbacks of the program.
 
     Returns:
-        Plain data, which JSON can hold.
+        Plain data that JSON can hold.
     """
     compiled = getattr(getattr(model, "_compile_config", None), "config", {})
     arguments = {name: value for name, value in given.items() if name not in (*_DATA, *_WITHOUT_EFFECT)}
@@ -71,26 +71,26 @@ def description(number: int, model: Any, given: Mapping[str, Any], steps: int | 
 
 
 def differences(own: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Names in what two `fit`s differ, with or without consequence.
+    """Lists the differences between two `fit`s, relevant or not.
 
     Args:
         own: From `description`.
-        other: The same, of another process.
+        other: The description of another process.
     """
     settings = [name for name, value in own["settings"].items() if other["settings"].get(name) != value]
     return settings + [name for name, value in own["samples"].items() if not _are_alike(value, other["samples"].get(name))]
 
 
 def is_backup_of(own: Mapping[str, Any], other: Mapping[str, Any], is_finished: bool) -> bool:
-    """Returns whether a `fit` may go on from a backup.
+    """Returns whether a `fit` may resume from a backup.
 
-    Without a seed, a script that is started again has other initial weights, and maybe other data. They are then no sign of
-    another `fit`, except that no data is taken for that of a finished one.
+    Without a seed, a restarted script has other initial weights, and perhaps other data. These differences are then ignored,
+    except that a finished `fit` must have the same data.
 
     Args:
         own: From `description`.
-        other: That of the backup.
-        is_finished: Whether the `fit` of the backup was finished.
+        other: The description in the backup.
+        is_finished: Whether the `fit` of the backup has finished.
     """
     by_chance = set[str]()
     if not own["is_seeded"]:
@@ -104,17 +104,17 @@ def _digest(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Returns what JSON can hold of a setting; of an object, its class and its config."""
+    """Returns a setting in a form that JSON can hold; for an object, its class and config."""
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, str):
-        return re.sub(r"_\d+$", "", value)  # Keras numbers names by how many objects the process has made.
+        return re.sub(r"_\d+$", "", value)  # Keras numbers names by the objects that the process has made.
     if isinstance(value, np.generic):
         return value.item() if isinstance(value, np.number) else str(value)
     if isinstance(value, np.ndarray) or tf.is_tensor(value):
         return _samples({"": value})
     if isinstance(value, Mapping):
-        is_lambda = value.get("class_name") == "__lambda__"  # Its code is not written alike by each process.
+        is_lambda = value.get("class_name") == "__lambda__"  # Its serialized code may differ between processes.
         # Layers without a seed may draw one.
         return "lambda" if is_lambda else {str(key): _plain(value[key]) for key in value if key != "seed"}
     if isinstance(value, Sequence):
@@ -127,12 +127,12 @@ def _plain(value: Any) -> Any:
 def _config(value: Any) -> Any:
     try:
         return None if isinstance(value, type) else _plain(value.get_config())
-    except Exception:  # It has none, as most subclassed models, or one that needs what is not there.
+    except Exception:  # There is no config, as for most subclassed models, or it needs something that is missing.
         return None
 
 
 def _of_function(function: types.FunctionType) -> list[Any]:
-    """Returns the numbers and texts that a function works with, beside its name."""
+    """Returns the name of a function, and the numbers and texts that it uses."""
     values = [*function.__code__.co_consts, *(function.__defaults__ or ()), *map(_content, function.__closure__ or ())]
     return [_name(function), [value for value in values if isinstance(value, (bool, int, float, str))]]
 
@@ -140,12 +140,12 @@ def _of_function(function: types.FunctionType) -> list[Any]:
 def _content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # Nothing has been assigned yet.
+    except ValueError:  # The cell is empty.
         return None
 
 
 def _steering(callback: Any) -> list[Any]:
-    """Returns a callback's class, and those of its arguments that it keeps."""
+    """Returns a callback's class, and those of its arguments that it stores."""
     names = inspect.signature(type(callback)).parameters
     kept = {name: _plain(value) for name, value in vars(callback).items() if name in names}
     if "min_delta" in kept:
@@ -163,11 +163,11 @@ def _samples(given: Mapping[str, Any]) -> list[list[Any]]:
 
 
 def _sample(leaf: Leaf) -> list[Any]:
-    """Returns what is equal for equal arrays, then what is nearly equal, and how large its parts are."""
+    """Returns a kind that is equal for equal arrays, a sum that is nearly equal, and the sum of absolute values."""
     kind = f"{leaf.name}: {leaf.kind}"
     if isinstance(leaf.sample, np.ndarray) and leaf.sample.dtype.kind == "f":
         values = np.nan_to_num(leaf.sample.astype(np.float64).ravel(), posinf=0.0, neginf=0.0)
-        weighted = values * (1 + np.cos(np.arange(len(values))) / 2)  # Else another order of the rows would be the same.
+        weighted = values * (1 + np.cos(np.arange(len(values))) / 2)  # Makes the sum depend on the order of the rows.
         return [kind, float(weighted.sum()), float(np.abs(weighted).sum())]
     digest = hashlib.blake2b(digest_size=16)
     leaf.update(digest)

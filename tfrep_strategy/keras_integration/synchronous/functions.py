@@ -1,7 +1,6 @@
-"""Train, test and predict functions whose steps are traced once, as one device's, and what they return as logs.
+"""Train, test and predict functions that trace each step once, as one device's, and partition it; and their logs.
 
-Train and test functions whose steps are traced once, as one device's, and partitioned: `strategy.run` does it.
-Where replicas have batches of their own that make no global one, each of them runs the step on its own.
+`strategy.run` does the partitioning. If replicas have local batches that do not form a global batch, each replica runs the step.
 """
 
 from __future__ import annotations
@@ -20,30 +19,30 @@ from tfrep_strategy.keras_integration.xla import compiled_at_once
 
 
 class Logs(SynchronousBase):
-    """What steps and metrics tell."""
+    """Logs of steps, and results of metrics."""
 
     def metrics_result_or_logs(self, original: Any, model: Any, logs: Any) -> Any:
-        """Sums the state of all metrics over the processes at once."""
+        """Sums the state of all metrics over the processes with one collective."""
         variables = [variable.value for metric in model.metrics for variable in metric.variables]
         with self.strategy.extended.summed_at_once(variables):
             return original(model, logs)
 
 
 _with_own_logs: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
-"""Of each model the phases ("train", "test") whose steps by replicas return more than the results of its metrics."""
+"""For each model, the phases ("train", "test") whose steps on replicas return more than the results of its metrics."""
 
 _one_device: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
-"""Of each model the phases whose last steps were one device's, so that their logs are those of the global batch."""
+"""For each model, the phases whose last steps were one-device steps, so that their logs are those of the global batch."""
 
 
 def note_one_device(model: Any, phase: str, is_one_device: bool) -> None:
-    """Notes whether the steps that a model has just run were one device's."""
+    """Records whether the steps that a model has just run were one-device steps."""
     phases = _one_device.setdefault(model, set())
     (phases.add if is_one_device else phases.discard)(phase)
 
 
 def logs_of_all(model: Any, phase: str, logs: Any) -> Any:
-    """Returns the logs of a step of all replicas; every process has to ask."""
+    """Returns the logs of a step over all replicas. Every process must call it."""
     if phase in _one_device.get(model, ()) or phase in _with_own_logs.get(model, ()):
         return logs
     return model._get_metrics_result_or_logs(logs)
@@ -52,7 +51,7 @@ def logs_of_all(model: Any, phase: str, logs: Any) -> Any:
 def with_global_logs(model: Any, phase: str, strategy: KerasStrategy, step_function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Wraps the step of a replica, so that floating scalars in its logs are means over the examples of all replicas.
 
-    Results of metrics are read over all replicas when somebody asks.
+    Results of metrics are read over all replicas on demand.
     """
     own_logs = _with_own_logs.setdefault(model, set())
 
@@ -74,16 +73,16 @@ def with_global_logs(model: Any, phase: str, strategy: KerasStrategy, step_funct
 
 
 class OneDeviceSteps:
-    """Runs steps as one device's, where there is a global batch.
+    """Runs steps as one-device steps, if there is a global batch.
 
     Args:
-        extended: That of the strategy.
+        extended: The `extended` of the strategy.
         model: The model.
         phase: "train" or "test".
-        make: Makes what runs steps, each of them in one call of `strategy.run`.
-        by_replicas: Runs steps of which replicas have batches of their own that make no global one.
+        make: Makes a function that runs steps, each in one call of `strategy.run`.
+        by_replicas: Runs steps in which replicas have local batches that do not form a global batch.
         builds: Whether the first step builds the model.
-        compiled: Whether XLA compiles what lies between collectives.
+        compiled: Whether XLA compiles the operations between collectives.
     """
 
     def __init__(
@@ -100,9 +99,9 @@ class OneDeviceSteps:
         self._of = model, phase
         self._compiled, self._in_its_way = compiled, compiled_at_once if compiled else contextlib.nullcontext
         self._ways: dict[KnownRows, tuple[Callable[[Any], Any], Any]] = {}
-        """By what is known of the rows of batches: what runs their steps, and how they are partitioned."""
+        """For each kind of batch: the function that runs its steps, and the partitioned steps."""
         self._traced: set[KnownRows] = set()
-        self._needs_total = builds  # A layer that was built for any number of rows could not be built again.
+        self._needs_total = builds  # A layer that was built for any number of rows cannot be built again.
 
     def __call__(self, batches: Any) -> Any:
         known = batches.known_rows if self._needs_total else batches.known_rows._replace(total=None)
@@ -126,7 +125,7 @@ class OneDeviceSteps:
         except Exception:
             if known in self._traced or known == batches.known_rows:
                 raise
-            self._needs_total = True  # A step may ask how many rows there are, as in `tf.zeros([x.shape[0], 8])`.
+            self._needs_total = True  # A step may need the number of rows, as in `tf.zeros([x.shape[0], 8])`.
             return self(batches)
         self._traced.add(known)
         return result
@@ -136,11 +135,11 @@ class WholeBatches(list[Any]):
     """Whole batches as `Shards`.
 
     Args:
-        extended: That of the strategy, which cuts them.
+        extended: The `extended` of the strategy, which cuts the batches.
         batches: The batches.
 
     Attributes:
-        known_rows: What is known of their rows.
+        known_rows: What is known about their rows.
     """
 
     def __init__(self, extended: KerasExtended, batches: Iterable[Any]) -> None:
@@ -150,17 +149,17 @@ class WholeBatches(list[Any]):
 
 
 _APART = KnownRows(are_apart=True)
-"""Batches that each replica has for itself: those of the only one, too."""
+"""Batches that each replica has for itself; also those of a single replica."""
 
 
 class PredictFunction:
-    """Predicts the rows of batches: with steps of one device where that is possible, else by replicas.
+    """Predicts the rows of batches, with one-device steps if possible, else on replicas.
 
     Args:
         driver: The driver of the strategy.
         model: The model.
         make: Makes Keras's function again.
-        run: What it has made.
+        run: Keras's function.
     """
 
     takes_whole_batches = True
@@ -168,9 +167,9 @@ class PredictFunction:
     def __init__(self, driver: Any, model: Any, make: Callable[..., Any], run: Any) -> None:
         self._driver, self._model, self._make = driver, model, make
         self._builds = not model.built
-        self._needs_total = self._builds  # A layer that was built for any number of rows could not be built again.
+        self._needs_total = self._builds  # A layer that was built for any number of rows cannot be built again.
         self._ways = {_APART: (run, None)}
-        """By what is known of the rows of batches: what runs their steps, and how they are partitioned, if so."""
+        """For each kind of batch: the function that runs its steps, and the partitioned steps, if any."""
         self._traced: set[KnownRows] = set()
 
     def __call__(self, batches: Any) -> Any:
@@ -195,7 +194,7 @@ class PredictFunction:
         try:
             with extended.partitioned_by(steps, bool(self._model.jit_compile)):
                 if way not in self._traced and self._model.built and hasattr(run, "get_concrete_function"):
-                    # Else it would be traced for the size of the first batch, and again for the last, smaller one.
+                    # Otherwise it would be traced for the size of the first batch, and again for a smaller last one.
                     run.get_concrete_function(tf.nest.map_structure(_of_any_size, batches))
                 outputs = run(batches)
         except tf.errors.OpError as error:
@@ -205,7 +204,7 @@ class PredictFunction:
         except Exception:
             if way in self._traced or known == way or way.are_apart:
                 raise
-            self._needs_total = True  # A model may ask how many rows there are, as on one device.
+            self._needs_total = True  # A model may need the number of rows, as on one device.
             return self._predicted(batches, known)
         self._traced.add(way)
         return outputs

@@ -1,13 +1,11 @@
-"""Layers, losses and metrics in replicas that run a step of their own, and the state that layers keep.
+"""Layers, losses and metrics in replicas that run their own steps, and the state of layers.
 
-Losses that compare the rows of a batch with each other: they see the rows of all replicas.
-Their value on a part of a batch says nothing about their value on the whole, so that no weighing could make it right.
-Every replica computes the loss of the global batch instead, from rows that were gathered with their gradients.
+In a custom training loop gradients are summed, as under TensorFlow's strategies, and a mean divides by the count of all
+replicas. In a step whose replicas have local batches, a loss is the mean over the replica's examples, and its share
+(`core/step.py`) weighs the gradient later (`optimizer.py`). A one-device step needs none of this.
 
-Losses and metrics in replicas: in loops written for them, and in steps that weigh by examples.
-In a loop of the user's own gradients are summed, as under TensorFlow's strategies, and a mean divides by the count of all replicas.
-In a step whose replicas have batches of their own, a loss is the mean over the replica's examples, and its share (`core/step.py`)
-weighs the gradient later (`optimizer.py`). A step of one device needs none of this.
+Some losses compare the rows of a batch with each other. Their value on a part of a batch says nothing about the whole, so no
+weights could correct it. Every replica computes such a loss of the global batch, from rows that were gathered with their gradients.
 """
 
 from __future__ import annotations
@@ -28,26 +26,26 @@ from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
 _GOLDEN = 0x9E3779B9
 
 creates_partial_sums = Setting(False)
-"""Whether replicas hold parts of the variables that are made, which read as the sum outside replicas."""
+"""Whether each replica holds an addend of new variables, which read as the sum outside replicas."""
 
 _creates_layer_state = Setting(False)
-"""Whether the variables that are made are state of a layer, as opposed to state of an optimizer."""
+"""Whether new variables are state of a layer, as opposed to state of an optimizer."""
 
 
 class Layers(SynchronousBase):
-    """What layers and their variables do."""
+    """Operations of layers and their variables."""
 
     def add_weight(self, original: Any, layer: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Marks what `add_weight` makes as state of a layer, for when it is made later than asked for."""
+        """Marks variables of `add_weight` as state of a layer, because some are made later."""
         with _creates_layer_state.to(True):
             variable = original(layer, *args, **kwargs)
         variable._is_layer_state = True
         return variable
 
     def initialize_variable(self, original: Any, variable: Any, value: Any) -> None:
-        """Lets every replica keep moving statistics of its own between the moments when somebody reads them.
+        """Lets every replica keep its own moving statistics until they are read.
 
-        Such a variable reads as its mean, parts of a sum as the sum. A counter is counted on each replica alike.
+        Such a variable reads as its mean, and a partial sum as the sum. Counters are equal on all replicas.
         """
         told = variable._synchronization, variable._aggregation
         if creates_partial_sums.value:
@@ -63,11 +61,11 @@ class Layers(SynchronousBase):
             variable._synchronization, variable._aggregation = told
 
     def add_to_variable(self, original: Any, variable: Any, value: Any) -> Any:
-        """Sums what replicas add to a variable that asks for sums; Keras assigns, which would sum its old value, too."""
+        """Sums the increments of replicas to a variable that asks for sums. Keras assigns, which would also sum the old value."""
         return value if self._adds_up(variable, "assign_add", value) else original(variable, value)
 
     def subtract_from_variable(self, original: Any, variable: Any, value: Any) -> Any:
-        """Does the same with what is taken away."""
+        """Does the same for decrements."""
         return value if self._adds_up(variable, "assign_sub", value) else original(variable, value)
 
     def _adds_up(self, variable: Any, method: str, value: Any) -> bool:
@@ -78,18 +76,18 @@ class Layers(SynchronousBase):
         return True
 
     def next_seed(self, original: Any, generator: Any, ordered: bool = True) -> Any:
-        """Gives each replica another seed, and replica 0 that of one device; the generator's state stays equal everywhere."""
+        """Gives each replica a different seed, and replica 0 that of one device. The generator's state stays equal everywhere."""
         seed = original(generator, ordered=ordered)
-        # What an optimizer adds to the one value of a variable is one number, too.
+        # An optimizer must add the same numbers on all replicas to the one value of a variable.
         if not self.in_replica or not self.has_several or assigns_as_is.value:
             return seed
         context: Any = tf.distribute.get_replica_context()
-        # The same operations on every replica, so that all trace the same program.
+        # Every replica builds the same operations, so that all trace the same program.
         offset = tf.cast(context.replica_id_in_sync_group, tf.int64) * _GOLDEN % 2**32
         return seed + tf.cast(tf.stack([tf.zeros_like(offset), offset]), seed.dtype)
 
     def moments(self, original: Any, layer: Any, inputs: Any, mask: Any) -> Any:
-        """Leaves the statistics of a replica without examples as they are."""
+        """Keeps the statistics of a replica without examples."""
         mean, variance = original(layer, inputs, mask)
         if not self.in_replica or layer.synchronized:
             return mean, variance
@@ -101,25 +99,25 @@ class Layers(SynchronousBase):
 
 
 def _sums_what_is_written(variable: Any) -> bool:
-    """Whether a variable of TensorFlow becomes the sum of what the replicas assign or add to it."""
+    """Returns whether a TensorFlow variable becomes the sum of the values that replicas assign or add to it."""
     is_sum = getattr(variable, "aggregation", None) == tf.VariableAggregation.SUM
     return is_sum and variable.synchronization != tf.VariableSynchronization.ON_READ
 
 
 def _is_moving_state(variable: Any) -> bool:
-    """Whether replicas assign their own values: floating state of a layer that no gradient reaches."""
+    """Returns whether replicas assign their own values: floating state of a layer that no gradient reaches."""
     in_layer = _creates_layer_state.value or getattr(variable, "_is_layer_state", False)
     floating = keras.backend.is_float_dtype(variable.dtype)
     return in_layer and floating and not variable.trainable and variable.synchronization == "auto"
 
 
 class LossesOfReplicas(MutableSequence[Any]):
-    """A list that each replica has for itself: a replica may stop between adding a loss and reading it, while another one begins.
+    """A list with separate content on each replica: a replica may pause between adding and reading a loss while another one begins.
 
-    Outside replicas it is the list of the first one, which has called the layer as one device would.
+    Outside replicas it is the list of the first replica, which has called the layer as one device would.
 
     Args:
-        losses: What the layer has added before.
+        losses: The losses that the layer has added before.
 
     Example:
         >>> losses = LossesOfReplicas([1.0])
@@ -158,11 +156,11 @@ _MEANS = (keras.losses.binary_crossentropy, keras.losses.binary_focal_crossentro
 
 
 sees_whole_batch = Setting(False)
-"""Whether the loss that is computed now is that of the global batch."""
+"""Whether the loss of the global batch is computed now."""
 
 
 def mixes_rows(loss: Any, y_pred: Any) -> bool:
-    """Whether one of Keras's losses compares the rows of a batch with each other.
+    """Returns whether one of Keras's losses compares the rows of a batch with each other.
 
     Args:
         loss: The loss.
@@ -203,7 +201,7 @@ def loss_of_whole_batch(
         value = compute(loss, everyone["y_true"], everyone["y_pred"], everyone["sample_weight"])
     if len(value.shape):
         return value[first : first + rows]
-    # In a step that weighs by examples, the mean over the replicas counts; in another one their sum.
+    # In a step that weighs by examples, the mean over the replicas counts; otherwise their sum.
     return value if current_share() is not None else value / strategy.num_replicas_in_sync
 
 
@@ -211,7 +209,7 @@ def _rows_of_all(strategy: KerasStrategy, nest: Any, rows: tf.Tensor) -> tuple[A
     """Concatenates a nest of tensors over the replicas; scalars are kept.
 
     Returns:
-        The nest, and where this replica's rows begin in it.
+        The nest, and the index of this replica's first row in it.
     """
     context: Any = tf.distribute.get_replica_context()
     first, total = _place_in_batch(strategy, rows)
@@ -220,7 +218,7 @@ def _rows_of_all(strategy: KerasStrategy, nest: Any, rows: tf.Tensor) -> tuple[A
     def of_all(tensor: Any) -> Any:
         if tensor is None or not len(tensor.shape):
             return tensor
-        # A sum, through which gradients find back to the replica that they belong to.
+        # With a sum, gradients flow back to the replica of the row.
         sent = tensor if tensor.dtype.size > 1 else tf.cast(tensor, tf.int32)
         placed = tf.pad(sent, [[first, behind]] + [[0, 0]] * (len(tensor.shape) - 1))
         return tf.cast(context.all_reduce(tf.distribute.ReduceOp.SUM, placed), tensor.dtype)
@@ -229,14 +227,14 @@ def _rows_of_all(strategy: KerasStrategy, nest: Any, rows: tf.Tensor) -> tuple[A
 
 
 def _place_in_batch(strategy: KerasStrategy, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Asks all replicas how many rows they have; called inside a replica.
+    """Returns the place of this replica's rows in the global batch; called inside a replica. It uses a collective.
 
     Args:
         strategy: The strategy in scope.
-        rows: int32 scalar, the rows of this replica.
+        rows: int32 scalar, the number of rows of this replica.
 
     Returns:
-        Where its rows begin in the global batch, and how many rows that has.
+        The index of its first row in the global batch, and the number of rows of the global batch.
     """
     replica: Any = tf.distribute.get_replica_context().replica_id_in_sync_group
     counts = strategy.extended.sum_over_replicas([tf.one_hot(replica, strategy.num_replicas_in_sync, rows)])[0]
@@ -244,30 +242,30 @@ def _place_in_batch(strategy: KerasStrategy, rows: tf.Tensor) -> tuple[tf.Tensor
 
 
 class Losses(SynchronousBase):
-    """What losses and their parts do."""
+    """Operations of losses."""
 
     def compute_loss(self, original: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        """Computes one of Keras's losses that mix rows from the rows of all replicas; others from this replica's own."""
+        """Computes one of Keras's losses that mix rows from the rows of all replicas, others from this replica's rows."""
         if self._sees_part and mixes_rows(loss, y_pred):
             return loss_of_whole_batch(self.strategy, original, loss, y_true, y_pred, sample_weight)
         return original(loss, y_true, y_pred, sample_weight)
 
     def apply_mask(self, original: Any, sample_weight: Any, mask: Any, dtype: Any, reduction: str | None) -> Any:
-        """Makes the weight of an unmasked entry the one that it has in the global batch."""
+        """Gives an unmasked entry the weight that it has in the global batch."""
         if not self._sees_part or mask is None or reduction not in ("mean", "sum_over_batch_size"):
             return original(sample_weight, mask, dtype, reduction)
         total = ops.cast(ops.size(mask), dtype)
         valid = ops.sum(ops.cast(mask, dtype))
         all_total, all_valid = map(ops.stop_gradient, self.strategy.extended.sum_over_replicas([total, valid]))
         share = current_share()
-        # A step weighs by rows, which have other lengths on each replica where each reads its own data.
+        # A step weighs by rows. Rows may have other lengths on each replica if each reads its own data.
         entries = all_total if share is None else share.unweigh(total)
         return original(sample_weight, mask, dtype, None) * ops.divide_no_nan(entries, all_valid)
 
     def reduce_loss(
         self, original: Any, values: Any, sample_weight: Any = None, reduction: str | None = "sum_over_batch_size"
     ) -> Any:
-        """Divides by what all replicas have together, wherever this replica's own part would not do."""
+        """Divides by the count over all replicas, where this replica's own count would be wrong."""
         share = current_share()
         if not self._sees_part or reduction in (None, "none") or not len(values.shape):
             return original(values, sample_weight, reduction)
@@ -278,44 +276,44 @@ class Losses(SynchronousBase):
         if share is None or weighs:
             divisor = ops.sum(sample_weight) if weighs else ops.prod(ops.cast(ops.shape(values), "int32"))
             divisor = self.strategy.extended.sum_over_replicas([ops.cast(divisor, total.dtype)])[0]
-            divisor = divisor if weighs else ops.stop_gradient(divisor)  # A count has none.
+            divisor = divisor if weighs else ops.stop_gradient(divisor)  # A count has no gradient.
             mean = ops.divide_no_nan(total, divisor)
             return mean if share is None else share.unweigh(mean)
-        if 0 in values.shape:  # A replica that is known to have no examples; Keras would not even reduce them.
+        if 0 in values.shape:  # A replica without examples, which Keras would not reduce.
             return total
         return original(values, sample_weight, reduction)
 
     def scale_for_replicas(self, original: Any, value: Any) -> Any:
-        """A step that weighs gradients does not weigh losses; outside replicas a loss is that of the whole batch."""
+        """Scales a loss for the sum of gradients, except in a step that weighs gradients, and outside replicas."""
         return original(value) if self._divides_by_replicas else value
 
     def unscale_for_replicas(self, original: Any, value: Any) -> Any:
-        """Nothing to undo where nothing was scaled."""
+        """Undoes the scaling where there was one."""
         return original(value) if self._divides_by_replicas else value
 
     def update_mean(self, original: Any, metric: Any, values: Any, sample_weight: Any = None) -> Any:
         """Weighs a scalar without a weight, such as a loss, by the replica's share of the batch."""
         share = current_share()
         if share is not None and not sees_whole_batch.value and not ops.shape(values):
-            # The mean over no examples is no number, which a weight of zero would not remove.
+            # The mean over no examples is NaN, which a weight of zero would not remove.
             (values,) = share.silenced([ops.cast(values, metric.dtype)])
             if sample_weight is None:
                 sample_weight = share.as_weight(metric.dtype)
         return original(metric, values, sample_weight=sample_weight)
 
     def add_loss(self, original: Any, layer: Any, loss: Any) -> None:
-        """Gives each replica losses of its own."""
+        """Gives each replica its own losses."""
         several = self.in_replica and self.strategy.extended.num_local_replicas > 1
         if several and not isinstance(layer._losses, LossesOfReplicas):
-            vars(layer)["_losses"] = LossesOfReplicas(layer._losses)  # Keras would make an ordinary list of it.
+            vars(layer)["_losses"] = LossesOfReplicas(layer._losses)  # Keras's `__setattr__` would make an ordinary list of it.
         original(layer, loss)
 
     @property
     def _sees_part(self) -> bool:
-        """Whether this is one of several replicas, and the loss that is computed now is that of its part of the batch."""
+        """Whether this is one of several replicas, and the loss of its part of the batch is computed now."""
         return self.has_several and self.in_replica and not sees_whole_batch.value
 
     @property
     def _divides_by_replicas(self) -> bool:
-        """Whether losses are divided by the number of replicas: in a custom loop, whose gradients are summed."""
+        """Whether losses are divided by the number of replicas: in a custom training loop, where gradients are summed."""
         return current_share() is None and not sees_whole_batch.value and self.in_replica

@@ -1,11 +1,8 @@
-"""Backups that a run makes of each `fit` by itself, so that it can be started again: `tfrep run --max-restarts`, `--backup-dir`.
+"""Backups that a run makes of each `fit`, so that it can be started again: `tfrep run --max-restarts`, `--backup-dir`.
 
-All ranks decide alike. Once a second or so they tell each other whether one was asked to end, and rank 0 says whether a backup is
-due. No step costs anything in between. Rank 0 copies the values, and writes the copy while training goes on.
-
-Files that are written while training goes on: one after the other, from copies. Training does not depend on them.
-
-When a backup of a run is due, and the thread that writes backups.
+All ranks decide alike. About once a second they tell each other whether one was asked to end, and rank 0 decides whether a backup
+is due. Steps in between cost nothing. Rank 0 copies the values, and a thread writes the copies one after the other while training
+continues. Training does not depend on the files.
 """
 
 from __future__ import annotations
@@ -53,9 +50,9 @@ from tfrep_strategy.keras_integration.synchronous.saving import failing_together
 
 
 class BackgroundWrites:
-    """Writes on a thread, one thing at a time. Python waits for it before it ends.
+    """Writes on a thread, one item at a time. Python waits for it before it ends.
 
-    What cannot be written is told to the user, once for each kind of failure until something is written again.
+    Failures are reported to the user, once for each kind until a write succeeds.
     """
 
     def __init__(self) -> None:
@@ -64,28 +61,28 @@ class BackgroundWrites:
 
     @property
     def is_writing(self) -> bool:
-        """Whether something is being written."""
+        """Whether a write is running."""
         return self._last is not None and not self._last.done()
 
     def start(self, what: str, write: Callable[[], None]) -> None:
-        """Starts to write, when what was started before is over.
+        """Starts a write when the previous one is over.
 
         Args:
             what: Its name, for the user.
-            write: Writes from a copy that nobody changes. If it fails, what was there is as it was.
+            write: Writes from a copy that does not change. If it fails, existing files are unchanged.
         """
         self.wait()
         executor = futures.ThreadPoolExecutor(1, "tfrep-write")
         self._last = executor.submit(self._try, what, write)
-        executor.shutdown(wait=False)  # Its thread ends with the file.
+        executor.shutdown(wait=False)  # The thread ends with the write.
 
     def wait(self) -> bool:
-        """Returns when all is written: whether what was started last was."""
+        """Waits for all writes, and returns whether the last one succeeded."""
         return self._last is None or self._last.result()
 
     @contextlib.contextmanager
     def waited_for(self) -> Iterator[None]:
-        """Waits after the block, also if it raises."""
+        """Waits after the block, also if it raises an error."""
         try:
             yield
         finally:
@@ -108,21 +105,21 @@ class BackgroundWrites:
 _SHARE_OF_TIME = 0.02
 _SECONDS_BETWEEN_LOOKS = 1.0
 _BYTES_PER_SECOND, _LEAST_COST = 300e6, 0.1
-"""For how long training is taken to wait for a first backup, before one was made."""
+"""For the estimated time that training waits for the first backup."""
 
 writes = BackgroundWrites()
-"""Of all `fit`s of this process."""
+"""The writes of all `fit`s of this process."""
 
 
 class Pace:
-    """Decides when a backup is due: so that all take a fiftieth of the time, or after the seconds that the user has set.
+    """Decides when a backup is due: so that backups take a fiftieth of the time, or after the user's number of seconds.
 
     Args:
         model: The model.
     """
 
     last_saved = time.monotonic()
-    """Of all `fit`s: a program may call it many times."""
+    """For all `fit`s together, since a program may call it many times."""
 
     def __init__(self, model: Any) -> None:
         size = sum(variable.value.dtype.size * variable.value.shape.num_elements() for variable in model.variables)
@@ -130,32 +127,32 @@ class Pace:
         self._looked = time.monotonic()
 
     def is_due(self) -> bool:
-        """Returns whether it is time. Without the user's wish, training never waits for the disk."""
+        """Returns whether a backup is due. Unless the user has set the time, training never waits for the disk."""
         seconds = backup_seconds()
         if seconds is None:
             seconds = math.inf if writes.is_writing else self._cost / _SHARE_OF_TIME
         return time.monotonic() - Pace.last_saved >= seconds
 
     def steps_until_next(self, steps_done: int) -> int:
-        """Returns after how many steps to look again, given how many were done since the last look."""
+        """Returns the number of steps until the next look, given the number of steps since the last one."""
         if backup_seconds() == 0:
             return 1
         now = time.monotonic()
         seconds, self._looked = now - self._looked, now
-        # The first steps are slow, since they are traced; so the number grows by degrees.
+        # The first steps are slow because they are traced, so the number grows gradually.
         return min(max(1, round(_SECONDS_BETWEEN_LOOKS * steps_done / max(seconds, 1e-6))), 10 * steps_done + 1)
 
     def note_cost(self, seconds: float) -> None:
-        """Hears for how long training has waited for a backup."""
+        """Records how long training has waited for a backup."""
         self._cost = seconds
         self._looked = Pace.last_saved = time.monotonic()
 
 
 _NAME = "fit-"
-"""How the name of the folder of each `fit` begins."""
+"""Prefix of the name of each `fit`'s folder."""
 
 _FIT, _IS_FINISHED, _OPTIMIZERS = "fit", "is_finished", "optimizers"
-"""In the metadata: to which `fit` a backup belongs, whether nothing is left to do, and what other optimizers update."""
+"""Keys of the metadata: the `fit` that a backup belongs to, whether it has finished, and the variables of other optimizers."""
 
 _fits = itertools.count()
 _places_taken = set[str]()
@@ -165,16 +162,16 @@ _places_taken = set[str]()
 def backup_of_fit(
     strategy: KerasStrategy, model: Any, given: Mapping[str, Any], callbacks: Sequence[Any], steps: StepsOfReplicas | None
 ) -> list[RunBackup]:
-    """Returns the callback that backs up a `fit` of a run, if the run is to be backed up and the program does not do so itself.
+    """Returns the callback that backs up a `fit` of a run, if the run is backed up and the program does not do so itself.
 
-    Every process has to call it, for each `fit`.
+    Every process must call it, for each `fit`.
 
     Args:
         strategy: The strategy of the model.
         model: The model.
         given: The arguments of `fit`, by name.
-        callbacks: Those that the program gives.
-        steps: What the `fit` iterates over.
+        callbacks: The callbacks of the program.
+        steps: The iterator of the `fit`.
     """
     folder, number = backup_dir(), next(_fits)
     has_own = any(
@@ -199,14 +196,14 @@ def backup_of_fit(
 
 
 def _place_of(own: dict[str, Any], folder: str) -> tuple[str, str]:
-    """Finds the backup of a `fit`; each is that of one `fit` of this process.
+    """Finds the backup of a `fit`. A backup is used for one `fit` of this process.
 
     Args:
-        own: Describes the `fit`.
-        folder: In which there are those of all `fit`s.
+        own: The description of the `fit`.
+        folder: The folder of the backups of all `fit`s.
 
     Returns:
-        Where it is, or will be, and what the user is to hear.
+        The folder of the backup, existing or new, and a text for the user.
     """
     places = {number: os.path.join(folder, f"{_NAME}{number}") for number in _numbers(folder)}
     found = {place: newest_metadata(_Files(place)) for place in places.values() if place not in _places_taken}
@@ -215,7 +212,7 @@ def _place_of(own: dict[str, Any], folder: str) -> tuple[str, str]:
     for place in [*of_call, *found]:
         content = found[place]
         if not content and place == places.get(own["number"]):
-            break  # It was interrupted or damaged, which `RunBackup` finds out.
+            break  # The backup was interrupted or damaged. `RunBackup` reports that.
         if _FIT in content and is_backup_of(own, content[_FIT], content[_IS_FINISHED]):
             break
     else:
@@ -230,7 +227,7 @@ def _place_of(own: dict[str, Any], folder: str) -> tuple[str, str]:
 
 
 def _numbers(folder: str) -> list[int]:
-    """Returns the numbers of the backups in a folder; folders are listed with a slash by some file systems."""
+    """Returns the numbers of the backups in a folder. Some file systems list folders with a slash."""
     try:
         names = tf.io.gfile.listdir(folder)
     except tf.errors.NotFoundError:
@@ -245,12 +242,12 @@ def _say(strategy: KerasStrategy, text: str) -> None:
 
 
 class _Look(NamedTuple):
-    """What a rank tells the others.
+    """A rank's message to the others.
 
     Attributes:
         is_asked_to_end: Whether it was asked to end.
         saves: Whether a backup is due. Rank 0 decides.
-        steps: After how many steps they look again. Rank 0 decides.
+        steps: Number of steps until the next look. Rank 0 decides.
     """
 
     is_asked_to_end: bool
@@ -259,13 +256,13 @@ class _Look(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """How far a `fit` is.
+    """The progress of a `fit`.
 
     Attributes:
-        epoch: The number of the epoch in which it is.
-        batches: How many batches of that epoch are done.
-        epochs_read: How many epochs of the data were read.
-        is_finished: Whether nothing is left to do.
+        epoch: The number of the current epoch.
+        batches: Number of completed batches of that epoch.
+        epochs_read: Number of epochs of the data that were read.
+        is_finished: Whether the `fit` has finished.
     """
 
     epoch: int
@@ -278,10 +275,10 @@ class _Place(NamedTuple):
 
 
 class _Files(keras.callbacks.BackupAndRestore):
-    """Reads and writes weights, and beside them what belongs to this `fit`."""
+    """Reads and writes weights, and the other state of this `fit` in the same file."""
 
     restored: dict[str, Any] | None = None
-    """What was beside the weights that were restored."""
+    """The state that was beside the restored weights."""
 
     def __init__(self, folder: str) -> None:
         super().__init__(folder, save_freq=1, delete_checkpoint=False)
@@ -291,14 +288,14 @@ class _Files(keras.callbacks.BackupAndRestore):
         self.restored = read_beside_weights(self._weights_path)
 
     def start_to_save(self, place: _Place, content: dict[str, Any], fit: dict[str, Any]) -> None:
-        """Copies what belongs to a backup, and starts to write it.
+        """Copies the content of a backup, and starts to write it.
 
         Args:
-            place: How far the `fit` is.
-            content: What is written beside the weights.
-            fit: Describes the `fit`.
+            place: The progress of the `fit`.
+            content: The state beside the weights.
+            fit: The description of the `fit`.
         """
-        writes.wait()  # There is one copy at a time.
+        writes.wait()  # Only one copy exists at a time.
         weights = weights_in_memory(self.model)
         write_beside_weights(weights, content)
         self._current_epoch, self._last_batch_seen = place.epoch, place.batches - 1
@@ -314,18 +311,18 @@ class _Files(keras.callbacks.BackupAndRestore):
 
 
 class RunBackup(keras.callbacks.Callback):
-    """Backs up a `fit`, and has it go on from there when the run is started again. It comes after the program's callbacks.
+    """Backs up a `fit`, and resumes it when the run is started again. It comes after the program's callbacks.
 
     Args:
         strategy: The strategy of the model.
         folder: The folder of this `fit`.
-        fit: Describes it, on rank 0.
+        fit: Its description, on rank 0.
         given: Its arguments, by name.
-        callbacks: The program's, whose states belong to a backup.
-        steps: What the `fit` iterates over.
+        callbacks: The program's callbacks; a backup has their states.
+        steps: Its iterator.
     """
 
-    async_safe = True  # It looks at no batch.
+    async_safe = True  # It does not use the logs of batches.
 
     def __init__(
         self,
@@ -347,17 +344,17 @@ class RunBackup(keras.callbacks.Callback):
         if strategy.extended.broadcast_object(strategy.extended.is_chief and exists(self._files)):
             for callback in callbacks:
                 if isinstance(callback, keras.callbacks.CSVLogger):
-                    callback.append = True  # Its rows go on.
+                    callback.append = True  # The file is continued.
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Restores what was backed up, when the other callbacks have begun anew."""
+        """Restores the backup, after the `on_train_begin` of the other callbacks."""
         model, extended = self.model, self._strategy.extended
         if not model.built:
             what = "the model is not built before fit, so that this fit has no backup."
             _say(self._strategy, f"{what} Call the model on a batch first.")
             return
         self._pace = Pace(model)
-        model._initial_epoch = None  # It may be that of an earlier fit.
+        model._initial_epoch = None  # It may belong to an earlier `fit`.
         self._files.set_model(model)
         others = newest_metadata(self._files).get(_OPTIMIZERS, {}) if extended.is_chief else {}
         with self._strategy.scope():
@@ -371,7 +368,7 @@ class RunBackup(keras.callbacks.Callback):
         answer_requests_to_end()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Gives callbacks and metrics what they had in the middle of the epoch: it has begun before, and begins again."""
+        """Restores the state of callbacks and metrics in the middle of an epoch, which now begins a second time."""
         self._epoch, self._batches_begun = epoch, 0
         self._epochs_read += 1
         restored, self._restored = self._restored, None
@@ -383,7 +380,7 @@ class RunBackup(keras.callbacks.Callback):
                 self._assign_metrics(restored["metrics"])
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Looks whether a backup is due. Keras's own notes of this epoch come later."""
+        """Checks whether a backup is due. Keras records this epoch later."""
         epochs = [*self.model.history.epoch, epoch]
         history = {name: list(values) for name, values in self.model.history.history.items()}
         for name, value in (logs or {}).items():
@@ -393,7 +390,7 @@ class RunBackup(keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         """Backs up the end, so that a finished `fit` is not repeated."""
         self._steps.before_step = None
-        if self._restored is not None:  # No epoch was left to do.
+        if self._restored is not None:  # No epoch remained.
             self._restore_history(self._restored)
         else:
             self._look(_Place(self._epoch + 1, 0, self._epochs_read, True), self._history())
@@ -401,7 +398,7 @@ class RunBackup(keras.callbacks.Callback):
         self.model._initial_epoch = None
 
     def _has_left_early(self) -> bool:
-        """Whether a callback has ended training inside the epoch."""
+        """Returns whether a callback has ended training within the epoch."""
         batches = self._steps.num_batches
         return bool(self.model.stop_training and batches is not None and self._batches_begun < batches)
 
@@ -447,7 +444,7 @@ class RunBackup(keras.callbacks.Callback):
                 self._files.start_to_save(place, content, self._fit)
 
     def _wait(self) -> bool:
-        """Returns on all ranks when the last backup is written, or could not be: whether it is."""
+        """Waits on all ranks for the last backup, and returns whether it was written."""
         return self._strategy.extended.all_gather_object(writes.wait())[0]
 
     def _history(self) -> dict[str, Any]:
@@ -466,17 +463,17 @@ class RunBackup(keras.callbacks.Callback):
             _say(self._strategy, "this fit was finished before. It is not repeated.")
         else:
             self._strategy.extended.resumes_at = self._epochs_read, batches
-            cut_to(restored["csv_lengths"], self._callbacks)  # A later `fit` may have written over the file of a finished one.
+            cut_to(restored["csv_lengths"], self._callbacks)  # A later `fit` may have overwritten the file of a finished one.
             _say(self._strategy, f"fit goes on from its backup: epoch {epochs}, batch {batches}.")
         with self._strategy.scope():
             assign_beside_files(self.model, restored["beside_files"])
 
     def _pass_over_validations(self) -> None:
-        """Has the order of validation data go on where no validation is left to do: another `fit` may read the same data."""
+        """Advances the order of validation data if no validation remains, since another `fit` may read the same data."""
         given = self._given
         if given.get("validation_data") is not None and self._strategy.extended.validations_done:
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(given["validation_data"])
-            tensorflow_trainer.TFEpochIterator(  # As Keras makes it for validations; it passes over those that are done.
+            tensorflow_trainer.TFEpochIterator(  # As Keras makes it for validation. It skips validations that are done.
                 x=x,
                 y=y,
                 sample_weight=sample_weight,
@@ -502,7 +499,7 @@ class RunBackup(keras.callbacks.Callback):
                     variable.assign(value)
 
     def _build_metrics(self) -> None:
-        """Makes the metrics that a step of the user's own makes when it is traced, as far as they can be made before."""
+        """Makes metrics that a user's step makes when it is traced, as far as possible before that."""
         part = tf.nest.map_structure(lambda each: None if is_none(each) else each, self._steps.part_spec)
         with contextlib.suppress(Exception), self._strategy.scope():
             self.model._symbolic_build(data_batch=part)

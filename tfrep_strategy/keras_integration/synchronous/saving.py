@@ -1,7 +1,6 @@
-"""Saving: every process may ask for the same file, and one writes it.
+"""Saving models and checkpoints: every process may save to the same path, and one process writes it.
 
-`tf.train.Checkpoint` and `tf.saved_model.save`: of several processes that save to a path, one writes it.
-Files of a checkpoint are on the disk before they are named.
+This includes `tf.train.Checkpoint` and `tf.saved_model.save`. Files of a checkpoint are on the disk before they are named.
 """
 
 from __future__ import annotations
@@ -28,34 +27,35 @@ from tfrep_strategy.keras_integration.synchronous.threads import answers_alone
 from tfrep_strategy.keras_integration.whole_files import synchronize
 
 is_coordinated = Setting(False)
-"""Whether a caller further up has decided which process saves: `save` then writes without asking the other processes."""
+"""Whether a caller has decided which process saves. Then `save` writes without asking the other processes."""
 
 
 class Saving(ModelFiles, SynchronousBase):
-    """What is done with files of a model."""
+    """Operations on the files of a model."""
 
     def save_model(
         self, original: Any, model: Any, filepath: Any, overwrite: bool = True, zipped: bool | None = None, **kwargs: Any
     ) -> None:
-        """Writes each file once: of the processes that give the same path, the first one writes.
+        """Writes each file once: of the processes that pass the same path, the first one writes.
 
-        All processes have to call it.
+        All processes must call it.
         """
         with written_once(self.strategy, filepath) as writes:
             if writes:
                 super().save_model(original, model, filepath, overwrite, zipped, **kwargs)
             elif is_in_old_format(filepath, zipped):
-                # Writing such a file takes the optimizer out of the settings that a clone is compiled with. Ranks stay alike.
+                # Writing such a file removes the optimizer from the settings that a clone is compiled with. All ranks must do the
+                # same.
                 model_metadata(model, kwargs.get("include_optimizer", True))
 
     def save_weights(self, original: Any, model: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
-        """Writes where `save_model` would."""
+        """Writes on the process that `save_model` would choose."""
         with written_once(self.strategy, filepath) as writes:
             if writes:
                 super().save_weights(original, model, filepath, *args, **kwargs)
 
     def export(self, original: Any, model: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
-        """Writes where `save_model` would."""
+        """Writes on the process that `save_model` would choose."""
         with written_once(self.strategy, filepath) as writes:
             if writes:
                 super().export(original, model, filepath, *args, **kwargs)
@@ -63,10 +63,10 @@ class Saving(ModelFiles, SynchronousBase):
 
 @contextlib.contextmanager
 def failing_together(strategy: KerasStrategy) -> Iterator[None]:
-    """Makes what fails on one process fail on all, after all have come to the end of the block.
+    """Makes an error on one process an error on all, after all have reached the end of the block.
 
     Raises:
-        Exception: The one of the first process that failed, on the others too if it can travel, else `PeerError`.
+        Exception: The error of the first process that failed. On the others it is a `PeerError` if it cannot be pickled.
     """
     failure: Exception | None = None
     try:
@@ -96,24 +96,24 @@ def _pickled(error: Exception) -> bytes | None:
 
 @contextlib.contextmanager
 def written_once(strategy: KerasStrategy, filepath: Any) -> Iterator[bool]:
-    """Yields whether this process writes a file: of those that give the same path, the first one does.
+    """Yields whether this process writes a file: of the processes that pass the same path, the first one does.
 
-    All processes have to enter it, and leave it when the file is there. A block inside another one follows it.
+    All processes must enter the block, and leave it when the file is complete. A nested block follows the outer one.
     """
     if is_coordinated.value:
         yield True
         return
-    if strategy.extended.keras_driver.is_other_thread:  # All ranks save then, or this one alone: nobody knows.
+    if strategy.extended.keras_driver.is_other_thread:  # It is unknown whether other ranks save as well.
         with is_coordinated.to(True), answers_alone.to(True):
             yield strategy.extended.is_chief
         return
     strategy.extended.synchronize_new_variables()
     strategy.extended.merge_replica_state()
-    is_path = isinstance(filepath, (str, os.PathLike))  # Else a file of this process.
+    is_path = isinstance(filepath, (str, os.PathLike))  # Otherwise it is a file object of this process.
     place = os.path.abspath(os.fspath(filepath)) if is_local(filepath) else os.fspath(filepath) if is_path else None
     is_first = strategy.extended.first_with([place])[0]
     strategy.extended.collect_parts(reads=is_first or not is_path)
-    # Keras makes an optimizer of its own when it first saves, to see which attributes every optimizer has.
+    # When Keras first saves, it makes an optimizer, to see which attributes every optimizer has.
     with failing_together(strategy), is_coordinated.to(True), strategy.extended.acting_alone():
         try:
             yield is_first or not is_path
@@ -127,8 +127,8 @@ _find_strategy: Callable[[], Any] | None = None
 def write_checkpoints_safely(find_strategy: Callable[[], Any]) -> None:
     """Makes `tf.train.Checkpoint`, and `tf.saved_model.save`, write each path on one process only.
 
-    Saving reads variables that only all processes together can read. So every process must save. They collect these values
-    first. Then the lowest rank that saves to a path writes, and the others neither write nor keep anything.
+    Saving reads variables that only all processes together can read, so every process must save. They collect these values
+    first. Then the lowest rank that saves to a path writes. The others neither write nor keep anything.
 
     Args:
         find_strategy: Returns the strategy that connects the processes; None if they are not connected.
@@ -143,7 +143,7 @@ def _strategy() -> Any:
 
 
 def saved_now(save: Any) -> Any:
-    """Returns what saves a checkpoint: on several processes not in the background."""
+    """Wraps the saving of a checkpoint, so that several processes do not save in the background."""
 
     @functools.wraps(save)
     def save_now(self: Any, file_prefix: Any, options: Any = None) -> Any:
@@ -158,7 +158,7 @@ def saved_now(save: Any) -> Any:
 
 
 def written_by_one(write: Any) -> Any:
-    """Returns what writes a checkpoint: one process of several does, and files are on the disk before they are named."""
+    """Wraps the writing of a checkpoint, so that one process writes, and files are on the disk before they are named."""
 
     @functools.wraps(write)
     def write_once(self: Any, file_prefix: Any, options: Any = None) -> Any:
@@ -169,7 +169,7 @@ def written_by_one(write: Any) -> Any:
         with written_once(strategy, path) as writes:
             if writes:
                 return write(self, path, _with_first(_synchronize, options))
-        # A `tf.train.CheckpointManager` updates its list of checkpoints in them. The other process has written its file.
+        # A `tf.train.CheckpointManager` updates its list of checkpoints in the callbacks. The other process has written its file.
         with without_checkpoint_state():
             run_write_callbacks(options.experimental_write_callbacks or [] if options else [], path)
         return path
@@ -178,7 +178,7 @@ def written_by_one(write: Any) -> Any:
 
 
 def exported_by_one(save: Any) -> Any:
-    """Returns what exports a model: one process of several does."""
+    """Wraps the export of a model, so that one process writes."""
 
     @functools.wraps(save)
     def save_once(obj: Any, export_dir: Any, *args: Any, **kwargs: Any) -> None:
@@ -191,7 +191,7 @@ def exported_by_one(save: Any) -> Any:
 
 
 def _with_first(callback: Callable[[Any], None], options: Any) -> Any:
-    """Returns options with which a callback is called first when the files are written."""
+    """Returns options that call a callback first when the files are written."""
     options = tf.train.CheckpointOptions() if options is None else copy.copy(options)
     options.experimental_write_callbacks = [callback, *(options.experimental_write_callbacks or [])]
     return options

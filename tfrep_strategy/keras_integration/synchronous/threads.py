@@ -1,12 +1,10 @@
-"""What Keras keeps for each thread, and what threads call beside the one that trains.
+"""Keras's state of threads, and calls from threads other than the training one.
 
-What threads call beside the one that trains, as a web service that predicts, or a timer that saves.
-Nobody can order such calls between ranks. So each rank answers them alone, as one device, without a collective.
+Each replica of one process has a thread. It starts with a copy of the scopes, settings and names of the calling thread, since a
+replica may stop inside a scope while another one runs. The caller gets the state of the first replica, as after one device.
 
-What Keras keeps for each thread: scopes, settings and names.
-Each replica of one process has a thread. It starts with a copy of the state of the thread that runs the strategy, since a
-replica may stop inside a scope while another one runs. The caller is left with what the first replica leaves behind, as it
-would be after one device.
+Other threads may call as well, such as a web service that predicts, or a timer that saves. The order of such calls cannot be
+agreed between ranks. So each rank answers them alone, as one device, without a collective.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ _TRACKERS = [name for name in vars(global_state) if name.endswith("_TRACKER")]
 
 
 class CallerState:
-    """The state of the thread that makes it, for the threads of its replicas."""
+    """The state of the current thread, for the threads of its replicas."""
 
     def __init__(self) -> None:
         self._callers = [_state_of_this_thread(name) for name in _TRACKERS]
@@ -39,7 +37,7 @@ class CallerState:
 
     @contextlib.contextmanager
     def in_replica(self, first: bool) -> Iterator[None]:
-        """Gives the state to this thread; the `first` replica returns its own to the caller."""
+        """Gives the state to this thread; the `first` replica returns its own state to the caller."""
         owns = [_state_of_this_thread(name) for name in _TRACKERS]
         for own, start in zip(owns, self._at_start, strict=True):
             own.update(start)
@@ -60,7 +58,7 @@ def _copied(value: Any) -> Any:
 
 
 answers_alone = Setting(False)
-"""Whether this thread reads variables as this rank has them, without the others."""
+"""Whether this thread reads this rank's variables without the other ranks."""
 
 _OF_LOOPS = frozenset({
     "_make_function", "evaluate", "make_predict_function", "make_test_function", "predict", "predict_on_batch", "test_on_batch",
@@ -68,7 +66,7 @@ _OF_LOOPS = frozenset({
 
 
 class _OnOneDevice:
-    """A model as Keras's loops see it where there is one device: with functions and a strategy of its own.
+    """A model as Keras's loops see it on one device, with its own functions and strategy.
 
     Args:
         model: The model.
@@ -87,28 +85,28 @@ class _OnOneDevice:
 
 
 class OtherThreads(SynchronousBase):
-    """Which thread leads: the one that made the strategy, or has trained last; the main one, if that has ended."""
+    """Keeps the leading thread: the one that made the strategy or has trained last; the main thread if that has ended."""
 
     def __init__(self, strategy: Any) -> None:
         super().__init__(strategy)
         self._leader = threading.current_thread()
         self._training = 0
-        """How many calls train now, one inside the other."""
+        """Number of nested calls that train now."""
         self._on_one_device: weakref.WeakKeyDictionary[Any, _OnOneDevice] = weakref.WeakKeyDictionary()
 
     @property
     def is_other_thread(self) -> bool:
-        """Whether this thread calls beside the one that other ranks follow."""
+        """Whether other ranks do not follow this thread."""
         if not self._leader.is_alive():
             self._leader = threading.main_thread()
         return self.has_several_ranks and threading.current_thread() is not self._leader
 
     @contextlib.contextmanager
     def leading(self, method: str) -> Iterator[None]:
-        """Has this thread be the one that other ranks follow, while it trains and from then on.
+        """Makes this thread the one that other ranks follow, while it trains and from then on.
 
         Raises:
-            ConfigurationError: Another thread trains. Only this one fails.
+            ConfigurationError: Another thread trains. Only this call fails.
         """
         if self.is_other_thread and self._training:
             raise ConfigurationError(
@@ -131,8 +129,8 @@ class OtherThreads(SynchronousBase):
         Args:
             original: Keras's own method.
             model: Its model.
-            *args: Its arguments.
-            **kwargs: Its arguments.
+            *args: Its positional arguments.
+            **kwargs: Its keyword arguments.
         """
         as_one = self._on_one_device.setdefault(model, _OnOneDevice(model))
         with answers_alone.to(True), in_no_strategy():

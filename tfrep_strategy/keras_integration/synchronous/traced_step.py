@@ -1,9 +1,9 @@
-"""What the trace of a step does otherwise than Keras: gradients are marked, sharded state has parts, layers are placed.
+"""Differences from Keras in the trace of a step: gradients are marked, slots are sharded, layers are placed.
 
-Batch normalization with the statistics of each replica's own rows: `batch_statistics="replica"`.
-No replica waits for another one in a layer. The answer is no longer that of one device: it depends on the number of replicas.
+With `batch_statistics="replica"`, batch normalization uses the statistics of each replica's own rows. No replica then waits for
+another one in a layer, and the answer depends on the number of replicas.
 
-Keras layers on the logical devices of a replica, for models that were not written for it.
+Layers by name are placed on the logical devices of a replica, for models that do not place them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tfrep_strategy.keras_integration.synchronous.optimizer import ShardedUpdate
 
 
 class _Statistics(NamedTuple):
-    """What a replica finds in its own rows. All have the axes of the rows, of which those that are reduced are 1."""
+    """The statistics of a replica's own rows. All have the axes of the rows; reduced axes have size 1."""
 
     count: tf.Tensor
     mean: tf.Tensor
@@ -30,14 +30,14 @@ class _Statistics(NamedTuple):
 
 
 _statistics: Setting[_Statistics | None] = Setting(None)
-"""Of the layer that is called now."""
+"""The statistics for the layer that is called now."""
 
 
 class OwnStatistics(SynchronousBase):
-    """What batch normalization does in the trace of a step."""
+    """Batch normalization in the trace of a step."""
 
     def normalize(self, original: Any, layer: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
-        """Normalizes the rows of each replica by its own mean and variance, where the strategy says so."""
+        """Normalizes the rows of each replica by its own mean and variance, if the strategy asks for it."""
         is_own = self.strategy.batch_statistics == "replica" and not layer.synchronized and not getattr(layer, "renorm", False)
         if not is_own or not training or not layer.trainable:
             return original(layer, inputs, training=training, mask=mask)
@@ -46,7 +46,7 @@ class OwnStatistics(SynchronousBase):
         replicas: Any = self.strategy.extended
         own = _found(replicas, rows, mask, layer._reduction_axes)
         with _statistics.to(own):
-            original(layer, inputs, training=training, mask=mask)  # It moves the statistics. What it returns is not used.
+            original(layer, inputs, training=training, mask=mask)  # Updates the moving statistics; the result is not used.
         for moved in (layer.moving_mean, layer.moving_variance):
             moved.value.differs = True
         shape = own.mean.shape
@@ -65,7 +65,7 @@ class OwnStatistics(SynchronousBase):
         return tf.cast(outputs, layer.compute_dtype)
 
     def moments(self, original: Any, layer: Any, inputs: Any, mask: Any) -> Any:
-        """Gives the moving statistics of a replica its own mean and variance. No rows change none."""
+        """Updates the moving statistics of a replica by its own mean and variance; without rows they stay."""
         own = _statistics.value
         if own is None:
             return original(layer, inputs, mask)
@@ -79,7 +79,7 @@ class OwnStatistics(SynchronousBase):
 def _found(replicas: Any, rows: tf.Tensor, mask: Any, axes: Sequence[int]) -> _Statistics:
     kept = tf.ones_like(rows[..., :1], tf.bool) if mask is None else tf.cast(mask, tf.bool)[..., tf.newaxis]
     count = tf.stop_gradient(replicas.own_sum(tf.cast(kept, rows.dtype), list(range(rows.shape.rank))))
-    if rows.shape.rank - 1 in axes:  # The channels are on another axis, of which each entry was counted.
+    if rows.shape.rank - 1 in axes:  # The channels are on another axis, and each of its entries was counted.
         (channels,) = set(range(rows.shape.rank)) - set(axes)
         count *= tf.cast(tf.shape(rows)[-1], rows.dtype) / tf.cast(tf.shape(rows)[channels], rows.dtype)
 
@@ -92,21 +92,21 @@ def _found(replicas: Any, rows: tf.Tensor, mask: Any, axes: Sequence[int]) -> _S
 
 
 class Placement(SynchronousBase):
-    """Where layers are."""
+    """Placement of layers."""
 
     def call_layer(self, original: Any, layer: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Puts what a layer builds and computes on its logical device."""
+        """Builds and computes a layer on its logical device."""
         with self._placed(layer):
             return original(layer, *args, **kwargs)
 
     def add_weight(self, original: Any, layer: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Puts the weights of a layer that is built without being called on its logical device."""
+        """Puts the weights of a layer that is built without a call on its logical device."""
         with self._placed(layer):
             return super().add_weight(original, layer, *args, **kwargs)
 
     @property
     def layers_not_seen(self) -> set[str]:
-        """The names in `keras_layer_placement` that no layer has had, and that `warn_of_layers_not_seen` has not named."""
+        """The names in `keras_layer_placement` that no called layer has had, and no warning has named."""
         return set() if self._devices is None else self._devices.layers_not_seen
 
     def warn_of_layers_not_seen(self) -> None:
@@ -127,17 +127,17 @@ class Placement(SynchronousBase):
 
 
 _applied: Setting[str | None] = Setting(None)
-"""What is applied now: nothing, "global" gradients, "parts" of them, or what is "accumulated" first."""
+"""The gradients that are applied now: none, "global" ones, "parts" of them, or ones that are "accumulated" first."""
 
 _updated_variables: Setting[Sequence[Any]] = Setting(())
-"""Whose gradients an update clips."""
+"""The variables whose gradients an update clips."""
 
 
 class TracedStep(Placement, ShardedUpdates, OwnStatistics):
-    """The driver while the step of one device is traced.
+    """The driver while a one-device step is traced.
 
     Args:
-        driver: That of the strategy.
+        driver: The driver of the strategy.
     """
 
     def __init__(self, driver: ShardedUpdates) -> None:
@@ -158,18 +158,18 @@ class TracedStep(Placement, ShardedUpdates, OwnStatistics):
         return self.strategy.extended
 
     def build_optimizer(self, original: Any, optimizer: Any, variables: Any) -> None:
-        """Decides who updates what, where the state is sharded."""
+        """Assigns variables to replicas if the state is sharded."""
         if self.shards:
             self.deal_out(optimizer, variables)
         original(optimizer, variables)
 
     def add_slot(self, original: Any, optimizer: Any, reference_variable: Any, name: Any = None, **kwargs: Any) -> Any:
-        """Makes slots of which each replica has a part."""
+        """Makes slots that are sharded over the replicas."""
         with self._traced.cut_of_new_variables.to(self.cut_of_slot(optimizer, reference_variable, name)):
             return original(optimizer, reference_variable, name=name, **kwargs)
 
     def apply(self, original: Any, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
-        """Marks gradients where they are applied; those that are accumulated, where an update uses them."""
+        """Marks gradients where they are applied; accumulated ones where an update uses them."""
         grads = list(grads)
         if _applied.value is not None or not grads:
             return original(optimizer, grads, trainable_variables)
@@ -185,19 +185,19 @@ class TracedStep(Placement, ShardedUpdates, OwnStatistics):
     apply_scaled = apply
 
     def apply_to_variables(self, original: Any, optimizer: Any, grads: Any, trainable_variables: Any) -> None:
-        """Notes whose gradients an update clips."""
+        """Records the variables whose gradients an update clips."""
         with _updated_variables.to(tuple(trainable_variables)):
             original(optimizer, grads, trainable_variables)
 
     def clip_gradients(self, original: Any, optimizer: Any, grads: Any) -> Any:
-        """Marks accumulated gradients, and transforms all: an update begins here."""
+        """Begins an update: marks accumulated gradients, and transforms all."""
         variables = _updated_variables.value
         if _applied.value == "accumulated":
             grads = self._marked(list(grads), variables, self.takes_parts(optimizer, grads, variables))
         return original(optimizer, self._traced.transform_gradients(list(grads), variables))
 
     def update_variables(self, original: Any, optimizer: Any, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
-        """Updates the part of each replica if the optimizer's state is sharded."""
+        """Updates each replica's part if the optimizer's state is sharded."""
         if not self.shards:
             update_each(optimizer, grads, trainable_variables, learning_rate)
             return
@@ -205,12 +205,12 @@ class TracedStep(Placement, ShardedUpdates, OwnStatistics):
         self.update_in_parts(optimizer, grads, trainable_variables, learning_rate, takes_parts or _applied.value == "parts")
 
     def check_finite(self, original: Any, optimizer: Any, grads: Any) -> Any:
-        """Lets an overflow in the part of one replica be one of the whole gradient."""
+        """Turns an overflow in one replica's part into one of the whole gradient."""
         finite = original(optimizer, grads)
         return self._traced.on_all(finite) if _applied.value == "parts" else finite
 
     def _marked(self, grads: Sequence[Any], variables: Sequence[Any], in_parts: bool) -> list[Any]:
-        """Marks gradients; those that overwrite their variables are none."""
+        """Marks gradients, except those that overwrite their variables."""
         given: list[Any] = [None if overwrites(v) else g for g, v in zip(grads, variables, strict=False)]
         is_cut = [in_parts and g is not None and not isinstance(g, tf.IndexedSlices) for g in given]
         marked = self._traced.aggregate_gradients([None if cut else g for g, cut in zip(given, is_cut, strict=True)])
@@ -241,7 +241,7 @@ class TracedStep(Placement, ShardedUpdates, OwnStatistics):
 
 
 def _accumulates_addends(optimizer: Any) -> bool:
-    """Whether each replica accumulates its addends of gradients, which become global when an update uses them."""
+    """Returns whether each replica accumulates its addends of gradients, which become global when an update uses them."""
     slots = (optimizer.built and optimizer.gradient_accumulation_steps and optimizer._accumulated_gradients) or ()
     on_read = tf.VariableSynchronization.ON_READ
     return any(slot is not None and getattr(slot.value, "synchronization", None) == on_read for slot in slots)
