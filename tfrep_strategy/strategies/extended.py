@@ -111,7 +111,7 @@ class SynchronousExtended(NoticesKeras2):
         self.reads_at_most: Setting[int | None] = Setting(None)
         self._num_steps = 0
         self.partitioned_steps: Setting[Any] = Setting(None)
-        """The `PartitionedSteps` of the function that Keras calls now; None if replicas run steps of their own."""
+        """The `PartitionedSteps` of the function that Keras calls now; None if each replica runs its own step."""
         self.steps_of: weakref.WeakKeyDictionary[Any, list[tuple[str, PartitionedSteps]]] = weakref.WeakKeyDictionary()
         """For each model: its phases, and the steps of each."""
         self.given_beside: dict[str, Any] = {}

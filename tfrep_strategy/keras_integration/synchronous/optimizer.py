@@ -1,6 +1,6 @@
-"""Aggregate first: an optimizer sees the global gradient before it checks, clips, accumulates or applies anything.
+"""Optimizers on replicas. An optimizer gets the global gradient before it checks, clips, accumulates or applies anything.
 
-Updates of an optimizer whose state is sharded: a replica updates its part of the weights, and all gather the new ones.
+If the state is sharded, a replica updates its part of the weights, and the parts are gathered.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase, o
 from tfrep_strategy.keras_integration.synchronous.layers import creates_partial_sums
 
 _BY_ELEMENTS = ("SGD", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "Ftrl", "Nadam", "Lion", "ScheduleFreeAdamW")
-"""Keras's optimizers that update each element of a variable by itself. Others look at whole variables."""
+"""Keras's optimizers that update each element of a variable independently. Others need whole variables."""
 
 _NOT_CUT = ("gradient_accumulator", "average")
 """Slots of any optimizer that every replica holds whole."""
 
 
 class ShardedUpdates(SynchronousBase):
-    """What the parts of an optimizer's state need."""
+    """Operations on sharded optimizer state."""
 
     def __init__(self, strategy: Any) -> None:
         super().__init__(strategy)
         self._owners: weakref.WeakKeyDictionary[Any, dict[Any, int]] = weakref.WeakKeyDictionary()
-        """Of an optimizer that looks at whole variables: the owner of each variable, by its key."""
+        """For an optimizer that needs whole variables: the owner of each variable, by its key."""
 
     @property
     def shards(self) -> bool:
@@ -44,16 +44,16 @@ class ShardedUpdates(SynchronousBase):
 
     @property
     def num_replicas(self) -> int:
-        """How many replicas keep parts."""
+        """Number of replicas that keep parts."""
         return self.strategy.num_replicas_in_sync
 
     def deal_out(self, optimizer: Any, variables: Sequence[Any]) -> None:
-        """Decides which replica updates which variable, where an optimizer looks at whole ones."""
+        """Assigns each variable to a replica that updates it, if an optimizer needs whole variables."""
         owners = sharding.owners([v.shape.num_elements() for v in variables], self.num_replicas)
         self._owners[optimizer] = {optimizer._var_key(v): owner for v, owner in zip(variables, owners, strict=True)}
 
     def cut_of_slot(self, optimizer: Any, variable: Any, name: str | None) -> sharding.Cut | None:
-        """Returns which part of a slot each replica holds; None if each holds all of it."""
+        """Returns the part of a slot that each replica holds; None if each holds all of it."""
         size = self.num_replicas
         if not self.shards or name in _NOT_CUT:
             return None
@@ -63,7 +63,7 @@ class ShardedUpdates(SynchronousBase):
         return None if owner is None else sharding.Owned(variable.shape, size, owner)
 
     def takes_parts(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> bool:
-        """Whether nothing between the gradients and the update looks at a whole gradient."""
+        """Returns whether nothing between the gradients and the update needs a whole gradient."""
         strategy = self.strategy
         return (
             self.shards
@@ -78,14 +78,14 @@ class ShardedUpdates(SynchronousBase):
     def update_in_parts(
         self, optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], learning_rate: Any, are_parts: bool
     ) -> None:
-        """Updates the own part of each variable, or the own variables, and gives all replicas the new values.
+        """Updates this replica's part of each variable, or its own variables, and gives all replicas the new values.
 
         Args:
             optimizer: The optimizer.
             grads: The global gradients.
             variables: The variables, with a gradient each.
             learning_rate: The learning rate.
-            are_parts: Whether dense gradients are the own parts.
+            are_parts: Whether dense gradients are this replica's parts.
         """
         if not is_by_elements(optimizer):
             _refuse_other_state(optimizer)
@@ -107,11 +107,11 @@ class ShardedUpdates(SynchronousBase):
             variable.assign(value)
 
     def own_part(self, cut: sharding.Even, whole: Any) -> Any:
-        """Returns the replica's part of a tensor, or of slices."""
+        """Returns this replica's part of a tensor or of slices."""
         return cut.part(whole, self.strategy.extended.own_communicator().rank)
 
     def of_parts(self, cuts: Sequence[sharding.Even], parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns the wholes of which each replica has a part."""
+        """Returns the whole tensors, given the parts of each replica."""
         extended = self.strategy.extended
         return sharding.gather_parts(cuts, parts, extended.own_communicator(), extended.bucket_bytes_for(parts))
 
@@ -139,7 +139,7 @@ class ShardedUpdates(SynchronousBase):
 
 
 class _Part:
-    """Stands for a variable in an update, which reads and assigns the own part of it."""
+    """Stands for a variable in an update, which reads and assigns this replica's part of it."""
 
     def __init__(self, value: tf.Tensor, key: Any) -> None:
         self.value, self._unique_id = value, key
@@ -175,13 +175,13 @@ class _Part:
 
 
 def update_each(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], learning_rate: Any) -> None:
-    """Updates variables one after the other. An optimizer of the user's own gets TensorFlow's, as from Keras."""
+    """Updates variables one after the other. A user's optimizer gets TensorFlow variables, as from Keras."""
     given = [v.value if isinstance(v, keras.Variable) else v for v in variables]
     BaseOptimizer._backend_update_step(optimizer, grads, given, learning_rate)
 
 
 def is_by_elements(optimizer: Any) -> bool:
-    """Returns whether an optimizer updates each element of a variable by itself."""
+    """Returns whether an optimizer updates each element of a variable independently."""
     update = type(optimizer).update_step
     return any(update is getattr(keras.optimizers, name).update_step for name in _BY_ELEMENTS if hasattr(keras.optimizers, name))
 
@@ -192,7 +192,7 @@ def _module_of(name: str) -> str:
 
 
 def factors(optimizer: Any, variable: Any) -> tuple[Any, ...]:
-    """Returns the state of a variable that is no slot: Adafactor has means of its rows and columns, which are small."""
+    """Returns the state of a variable that is not a slot: Adafactor has means of its rows and columns, which are small."""
     if not isinstance(optimizer, keras.optimizers.Adafactor) or len(variable.shape) < 2:
         return ()
     index = optimizer._get_variable_index(variable)
@@ -200,7 +200,7 @@ def factors(optimizer: Any, variable: Any) -> tuple[Any, ...]:
 
 
 def _refuse_other_state(optimizer: Any) -> None:
-    """Refuses an optimizer of the user's own with state of which nobody knows to which variable it belongs."""
+    """Refuses a user's optimizer with state that cannot be assigned to a variable."""
     if type(optimizer).__module__ == _module_of(type(optimizer).__name__):
         return
     of_all = (optimizer._iterations, optimizer._learning_rate)
@@ -224,47 +224,47 @@ _OUTSIDE_REPLICAS = (
 )
 
 _applied_gradients: Setting[str | None] = Setting(None)
-"""What this replica's thread applies: nothing, "global" gradients, or "local" ones, which become global."""
+"""The gradients that this replica's thread applies: none, "global" ones, or "local" ones that become global."""
 
 _updated_variables: Setting[Sequence[Any]] = Setting(())
-"""Whose gradients an update clips."""
+"""The variables whose gradients an update clips."""
 
 _builds_inner = Setting(False)
 """Whether this thread builds an optimizer that another one wraps."""
 
 
 class Updates(ShardedUpdates):
-    """What optimizers do, in the order of a step."""
+    """Operations of optimizers, in the order of a step."""
 
     def build_optimizer(self, original: Any, optimizer: Any, variables: Any) -> None:
-        """Refuses, in a loop of the user's own too, to optimize what the strategy in scope has not made, and to sum twice."""
+        """Refuses variables made outside the scope, also in custom training loops, and optimizers that sum gradients again."""
         refusals.refuse_old_optimizer(optimizer, "A step")
         if self.has_several:
             refusals.refuse_foreign_variables(variables, self.strategy)
             refusals.refuse_foreign_optimizer(optimizer, self.strategy)
         if self.shards:
-            self.strategy.extended.synchronize_new_variables()  # A slot may begin as its variable.
+            self.strategy.extended.synchronize_new_variables()  # A slot may start as its variable.
             self.deal_out(optimizer, variables)
         original(optimizer, variables)
 
     def build_loss_scaling(self, original: Any, optimizer: Any, var_list: Any) -> None:
-        """Notes that optimizers inside are built for global gradients."""
+        """Records that inner optimizers are built for global gradients."""
         if self.has_several:
             refusals.refuse_foreign_optimizer(optimizer, self.strategy)
         with _builds_inner.to(True):
             original(optimizer, var_list)
 
     def add_slot(self, original: Any, optimizer: Any, reference_variable: Any, name: Any = None, **kwargs: Any) -> Any:
-        """Lets accumulators of gradients hold a part of the sum on each process, and sharded slots a part of the whole."""
+        """Makes accumulators of gradients hold a partial sum on each process, and sharded slots a part of the whole."""
         accumulates = name == "gradient_accumulator" and self._accumulates_locally(optimizer)
-        accumulates = accumulates and not _builds_inner.value  # That one gets gradients which are global already.
-        accumulates = accumulates and not overwrites(reference_variable)  # So are largest values.
+        accumulates = accumulates and not _builds_inner.value  # An inner optimizer gets global gradients.
+        accumulates = accumulates and not overwrites(reference_variable)  # Largest values are already global.
         cut = self.cut_of_slot(optimizer, reference_variable, name)
         with creates_partial_sums.to(accumulates), self.strategy.extended.cut_of_new_variables.to(cut):
             return original(optimizer, reference_variable, name=name, **kwargs)
 
     def apply(self, original: Any, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
-        """Makes the gradients global, then lets every replica do the update that one device would do."""
+        """Makes the gradients global. Then every replica does the update of one device."""
         with assigns_as_is.to(True):
             return self._apply(original, optimizer, grads, trainable_variables)
 
@@ -296,23 +296,23 @@ class Updates(ShardedUpdates):
             return original(optimizer, with_whole(summed), trainable_variables)
 
     def apply_scaled(self, original: Any, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
-        """Makes an overflow on one replica an overflow of the global gradient, which all replicas skip.
+        """Turns an overflow on one replica into an overflow of the global gradient, so that all replicas skip the step.
 
-        Then goes on as on one device: Keras's own function coordinates replicas, and refuses to work outside them.
+        It then continues as on one device: Keras's own function coordinates replicas, and does not work outside them.
         """
         return self.apply(type(optimizer)._common_apply, optimizer, grads, trainable_variables)
 
     def apply_to_variables(self, original: Any, optimizer: Any, grads: Any, trainable_variables: Any) -> None:
-        """Notes whose gradients an update clips."""
+        """Records the variables whose gradients an update clips."""
         with _updated_variables.to(tuple(trainable_variables)):
             original(optimizer, grads, trainable_variables)
 
     def accumulate_gradients(self, original: Any, optimizer: Any, grads: Any, acc_grads: Any) -> None:
-        """Adds to the accumulators as on one device: what a replica accumulates is a part of the sum."""
+        """Adds to the accumulators as on one device: a replica accumulates a partial sum."""
         BaseOptimizer._backend_increment_gradient_accumulators(optimizer, grads, acc_grads)
 
     def clip_gradients(self, original: Any, optimizer: Any, grads: Any) -> Any:
-        """Makes accumulated gradients global, and transforms them, before anything looks at them: an update begins here."""
+        """Begins an update: makes accumulated gradients global, and transforms them, before they are clipped."""
         applied, strategy = _applied_gradients.value, self.strategy
         if applied is None:
             return original(optimizer, grads)
@@ -322,21 +322,21 @@ class Updates(ShardedUpdates):
             return original(optimizer, strategy.extended.transform_gradients(list(grads), _updated_variables.value))
 
     def update_variables(self, original: Any, optimizer: Any, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
-        """Updates all of each variable on each replica, or the replica's part if the optimizer's state is sharded."""
+        """Updates the whole of each variable on each replica, or the replica's part if the optimizer's state is sharded."""
         if self.shards and self.in_replica:
             self.update_in_parts(optimizer, grads, trainable_variables, learning_rate, are_parts=False)
         else:
             update_each(optimizer, grads, trainable_variables, learning_rate)
 
     def _accumulates_locally(self, optimizer: Any) -> bool:
-        """Whether replicas collect gradients of their own and talk only on the steps that update.
+        """Returns whether replicas accumulate their own gradients, and communicate only in steps that update.
 
-        That needs a collective inside `tf.cond`. Within one process all steps aggregate, which costs no message.
+        This needs a collective inside `tf.cond`. Within one process all steps aggregate, which costs no message.
         """
         return bool(optimizer.gradient_accumulation_steps) and self.strategy.extended.collectives_in_branches
 
 
 def _weighed(grads: list[Any]) -> list[Any]:
-    """Weighs gradients by the replica's share, in a step that weighs by examples."""
+    """Multiplies gradients by the replica's share, in a step that weighs by examples."""
     share = current_share()
     return grads if share is None else [share.weigh(g) for g in grads]
