@@ -1,4 +1,4 @@
-"""How the replicas of a partitioned step talk: inside of one process, or between processes."""
+"""The communication between the replicas of a partitioned step, inside one process or between processes."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from tfrep_strategy.partitioner.step import PartitionedStep
 
 Values = Sequence[Sequence[tf.Tensor]]
 BucketBytes = Callable[[Sequence[tf.Tensor]], int]
-"""Says in buckets of how many bytes tensors travel."""
+"""Returns the size in bytes of the buckets in which tensors travel."""
 
 _FEW = 4096
-"""So many numbers may travel in twice their size."""
+"""The largest number of float32 values that are sent as float64."""
 
 
 class Gradients(NamedTuple):
-    """How gradients travel.
+    """The way in which gradients travel.
 
     Attributes:
-        bucket_bytes_for: See `BucketBytes`. All sums travel so.
+        bucket_bytes_for: See `BucketBytes`. It holds for all sums.
         compression: Returns the setting of this name.
         run: Runs a function on each replica of this process, given a tuple of arguments for each.
-        timed: Calls a function with tensors, and counts the time from the last of these to the last of what it returns.
+        timed: Calls a function with tensors, and measures the time from the last input to the last result.
     """
 
     bucket_bytes_for: BucketBytes
@@ -42,7 +42,7 @@ class Gradients(NamedTuple):
 
 
 class _InBuckets(abc.ABC):
-    """Sums tensors in buckets: the first that are computed travel first, while the others are computed."""
+    """Sums tensors in buckets. Those that are computed first travel while the others are computed."""
 
     devices: Sequence[str]
     _are_packed = True
@@ -77,7 +77,7 @@ class _InBuckets(abc.ABC):
         return self._gradients.timed(lambda each: list(map(list, self._gradients.run(call, each))), values)
 
     def _sums_of_one_dtype(self, values: Values) -> list[list[tf.Tensor]]:
-        """Sums tensors; a few numbers of 32 bits travel with those of 64, since a bucket has one dtype."""
+        """Sums tensors. A few float32 values travel with float64 ones, since a bucket has one dtype."""
         short = [i for i, each in enumerate(values) if each[0].dtype == tf.float32]
         sizes = [values[i][0].shape.num_elements() for i in short]
         has_long = any(each[0].dtype == tf.float64 for each in values)
@@ -106,10 +106,10 @@ class _InBuckets(abc.ABC):
         return [totals[i] for i in range(len(values))]
 
     def compare(self, name: str, step: PartitionedStep) -> None:  # noqa: B027 (Replicas of one process have one step.)
-        """Refuses a step that other processes have otherwise.
+        """Refuses a step that differs from that of other processes.
 
         Args:
-            name: The same in all processes.
+            name: The name of the step, equal in all processes.
             step: The step, before it has run.
         """
 
@@ -119,7 +119,7 @@ class _InBuckets(abc.ABC):
 
     @abc.abstractmethod
     def _compressed_sums(self, values: Values, kind: str) -> list[list[tf.Tensor]]:
-        """Sums the tensors of a bucket, which travel in 16 bits if they are float32."""
+        """Sums the tensors of a bucket. Float32 tensors travel in 16 bits."""
 
     @abc.abstractmethod
     def _scattered(self, values: Values) -> list[list[tf.Tensor]]:
@@ -127,16 +127,16 @@ class _InBuckets(abc.ABC):
 
     @abc.abstractmethod
     def _rows_of_all(self, values: Values) -> list[list[tf.Tensor]]:
-        """Puts the vectors of a bucket together."""
+        """Gathers the vectors of a bucket."""
 
 
 class WithinProcess(_InBuckets):
-    """Replicas that are the devices of one process: what they send each other is arithmetic in the graph that they share.
+    """Replicas that are the devices of one process. Their communication is arithmetic in their common graph.
 
     Args:
         devices: The logical devices of each replica.
         nccl: Whether NCCL connects them.
-        gradients: How gradients travel.
+        gradients: The way in which gradients travel.
     """
 
     def __init__(self, devices: Sequence[Sequence[str]], nccl: bool, gradients: Gradients) -> None:
@@ -146,7 +146,7 @@ class WithinProcess(_InBuckets):
 
     def _sums(self, values: Values) -> list[list[tf.Tensor]]:
         own = self._at_each(lambda replica: [carry(each[replica]) for each in values])
-        if self._nccl:  # It launches a kernel on every GPU for each sum, so it gets few large tensors.
+        if self._nccl:  # NCCL launches a kernel on every GPU for each sum, so it gets few large tensors.
             packed = self._at_each(lambda replica: Packed(own[replica]))
             flats = self._summed([each.flats for each in packed])
             totals = self._at_each(lambda replica: packed[replica].unpack(flats[replica]))
@@ -179,7 +179,7 @@ class WithinProcess(_InBuckets):
         return [self.gathered([own[tf.newaxis] for own in each], 0) for each in values]
 
     def _summed(self, own: Sequence[Sequence[tf.Tensor]]) -> list[list[tf.Tensor]]:
-        """Returns, for each replica, the sums of tensors of which each replica has its own."""
+        """Returns the sums over the replicas, for each replica."""
         with outside_xla():
             sums = [summed_everywhere(values, self._nccl) for values in zip(*own, strict=True)]
         return self._at_each(lambda replica: [tf.identity(each[replica]) for each in sums])
@@ -198,7 +198,7 @@ class WithinProcess(_InBuckets):
         return self._at_each(lambda replica: tf.identity(values[0]))
 
     def _at_each(self, make: Callable[[int], Any]) -> list[Any]:
-        """Makes something on the device of each replica, which XLA leaves alone."""
+        """Calls a function for each replica on its device, outside XLA."""
         made = []
         for replica, device in enumerate(self.devices):
             with tf.device(device), outside_xla():
@@ -210,9 +210,9 @@ class BetweenProcesses(_InBuckets):
     """Replicas that are the processes of a run.
 
     Args:
-        communicator: That of this process.
+        communicator: The communicator of this process.
         device: The device of its replica.
-        gradients: How gradients travel.
+        gradients: The way in which gradients travel.
     """
 
     def __init__(self, communicator: Communicator, device: str, gradients: Gradients) -> None:
@@ -262,7 +262,7 @@ class BetweenProcesses(_InBuckets):
             return self._communicator.broadcast(list(values))
 
     def compare(self, name: str, step: PartitionedStep) -> None:
-        known = weakref.ref(step)  # It may be asked for when the step is gone.
+        known = weakref.ref(step)  # The lines may be requested when the step is gone.
         self._communicator.check_program(name, step.digest(), lambda: [] if (one := known()) is None else one.lines())
 
     def _placed(self) -> tf.device:

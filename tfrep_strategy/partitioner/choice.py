@@ -1,8 +1,8 @@
-"""Which tensors are cut that are not of the batch: the choice of the planner, by what its plans cost.
+"""The choice of tensors, other than the batch, that are sharded: the planner compares the costs of its plans.
 
-A step may draw more rows of noise than its batch has, or compute on a grid of points. Where such a tensor is cut decides how fast
-the step is, and never what it gives. So the planner looks for the work that comes of it, and that every replica does alike; if
-that is much, it plans the step once more with the tensor cut, and keeps the cheaper plan. It emits nothing for that.
+A step may draw more rows of noise than its batch has, or compute on a grid of points. Sharding such tensors affects the speed of
+the step, never its result. So the planner measures the work that depends on such a tensor and is replicated. If it is large, the
+step is planned again with the tensor sharded, and the cheaper plan is kept. Only that plan is emitted.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from tfrep_strategy.partitioner.rules.contractions import CONTRACTIONS
 from tfrep_strategy.partitioner.rules.drawing import DRAWS
 
 _GUESSED_ROWS = 32
-"""How many rows a batch is taken to have whose number the trace does not know."""
+"""Assumed number of rows of a batch if the trace does not know it."""
 
 _COST_OF_SENDING = 32
-"""Of one number, in operations: a core does some 10 a nanosecond, and processes of one machine send about a gigabyte a second."""
+"""Cost of one number, in operations: a core does about 10 a nanosecond, and processes on one machine send about 1 GB/s."""
 
 _COST_OF_A_ROUND = 400_000
-"""Of one round of collectives, in operations: some 40 microseconds."""
+"""Cost of one round of collectives, in operations: about 40 microseconds."""
 
 _WORTH_A_PLAN = 0.1
-"""Which part of all work must be alike on all replicas, so that the step is planned once more."""
+"""The share of all work that must be replicated to plan the step again."""
 
 _TRIED = 2
-"""How many sizes are tried at most."""
+"""The largest number of sizes that are tried."""
 
 
 def cheapest(planned: Callable[[Sequence[int]], Planner], graph: Any, whole: Sequence[Any], replicas: int) -> Planner:
-    """Plans a step, with those tensors cut whose work is better divided.
+    """Plans a step, and shards those tensors whose work is better divided.
 
     Args:
-        planned: Plans it, given the sizes of further rows.
+        planned: Plans the step, given the sizes of further sharded tensors.
         graph: The traced step.
-        whole: Its inputs that each replica gets whole.
-        replicas: How many replicas share it.
+        whole: The inputs that each replica gets whole.
+        replicas: Number of replicas.
     """
     best = planned([])
     if replicas < 2:
@@ -56,7 +56,7 @@ def cheapest(planned: Callable[[Sequence[int]], Planner], graph: Any, whole: Seq
 
 
 def _worth_trying(plan: Planner, graph: Any, whole: Sequence[Any], replicas: int) -> list[int]:
-    """Returns the sizes of what may be cut, behind which there is much work that every replica does."""
+    """Returns the sizes of tensors to shard, on which much replicated work depends."""
     begin: dict[int, set[str]] = collections.defaultdict(set)
     for tensor in [*whole, *(op.outputs[0] for op in graph.get_operations() if op.type in DRAWS)]:
         if can_be_cut(plan, tensor) and tensor.shape[0] >= replicas:
@@ -69,13 +69,13 @@ def _worth_trying(plan: Planner, graph: Any, whole: Sequence[Any], replicas: int
 
 
 def can_be_cut(plan: Planner, tensor: Any) -> bool:
-    """Returns whether a plan has a tensor whole, whose first axis could be that of rows."""
+    """Returns whether a tensor is replicated in a plan and its first axis could be sharded."""
     is_number_of_rows = tensor.dtype.is_floating and bool(tensor.shape.rank) and (tensor.shape[0] or 0) > 1
     return is_number_of_rows and tensor.shape.is_fully_defined() and isinstance(plan.placement(tensor), Replicate)
 
 
 def _work_alike_behind(plan: Planner, graph: Any, names: set[str], replicas: int) -> float:
-    """Returns how much work needs some tensors, and is not divided."""
+    """Returns the replicated work that depends on some tensors."""
     behind, work = set(names), 0.0
     for operation in in_order(graph):
         if operation.outputs and any(x.name in behind for x in [*operation.inputs, *operation.outputs]):
@@ -86,7 +86,7 @@ def _work_alike_behind(plan: Planner, graph: Any, names: set[str], replicas: int
 
 
 def _cost(plan: Planner, graph: Any, replicas: int) -> float:
-    """Returns what a step costs a replica: what it computes, and what it sends."""
+    """Returns the cost of a step for one replica: computation and communication."""
     returned = [x for x in graph.outputs if not isinstance(plan.placement(x), Replicate)]
     sent, rounds = sum(_elements(plan, x) for x in returned), {plan.local(x).level for x in returned}
     for each in live(plan.program.nodes, [plan.local(x) for x in graph.outputs]):
@@ -99,22 +99,22 @@ def _cost(plan: Planner, graph: Any, replicas: int) -> float:
 
 
 def _work(plan: Planner, operation: Any, replicas: int) -> float:
-    """Returns how much a replica computes for an operation, in multiplications and additions, roughly."""
+    """Returns roughly the number of multiplications and additions of a replica for an operation."""
     if operation.name in plan.called:
         graph, inner = plan.called[operation.name]
         return sum(_work(inner, each, replicas) for each in graph.get_operations())
     sizes = [_elements(plan, x) for x in [*operation.inputs, *operation.outputs] if x.dtype.is_floating]
     work = max(sizes, default=0.0)
-    if operation.type in CONTRACTIONS:  # Of matrices [m, k], [k, n] and [m, n]: exactly 2 m k n.
+    if operation.type in CONTRACTIONS:  # For matrices [m, k], [k, n] and [m, n]: exactly 2 m k n.
         work = 2 * math.sqrt(np.prod(sizes))
     return work / replicas if _is_divided(plan, operation) else work
 
 
 def _is_divided(plan: Planner, operation: Any) -> bool:
-    """Returns whether a replica does its part of an operation: that on its rows."""
+    """Returns whether a replica computes an operation for its own rows only."""
     has_rows = [isinstance(plan.placement(x), (Shard, Items)) for x in operation.inputs if x.name in plan.values]
     results = [x for x in operation.outputs if x.name in plan.values]
-    divides = [not isinstance(plan.placement(x), Replicate) or x.name in plan.whole for x in results]  # Or it was added up.
+    divides = [not isinstance(plan.placement(x), Replicate) or x.name in plan.whole for x in results]  # Or it was reduced.
     return any(divides) and (any(has_rows) or operation.type in DRAWS)
 
 

@@ -1,9 +1,7 @@
 """Runs the program of a replica for the replicas of this process, in the graph that is being built.
 
-All replicas run one program. Its nodes between two levels of collectives are one `Segment`.
-
-Segments: nodes of a program as one TensorFlow function, which is made once and called for each replica with its own arguments.
-It is written as a `FunctionDef`, without a graph.
+All replicas run one program. Its nodes between two levels of collectives form one `Segment`: a TensorFlow function that is made
+once and called for each replica with its own arguments. It is written as a `FunctionDef`, without a graph.
 """
 
 from __future__ import annotations
@@ -26,10 +24,10 @@ class Segment:
     """Nodes as a TensorFlow function.
 
     Args:
-        nodes: In an order in which they can run.
-        outputs: What it returns.
+        nodes: The nodes, in an order in which they can run.
+        outputs: The results.
         compiled: Whether XLA compiles it.
-        inputs: What it gets; by default what its nodes need.
+        inputs: The arguments; by default the tensors that its nodes need.
     """
 
     def __init__(
@@ -52,7 +50,7 @@ class Segment:
         ]
         self._is_placed: bool = any(node.device for node in nodes) or any(body._is_placed for *_, body in self._bodies)
         self._functions: dict[tuple[str, ...], str] = {}
-        """The names of its functions, by the devices of a replica if the user has placed operations."""
+        """The names of its functions: one for all replicas, or one for each replica's devices if the user has placed operations."""
         names = {x.name: f"input_{i}" for i, x in enumerate(self.inputs)}
         definition = self._definition = tf.compat.v1.GraphDef().library.function.add()
         for place, x in enumerate(self.inputs):
@@ -68,7 +66,7 @@ class Segment:
             written = definition.node_def.add(name=node.name, op=node.type, input=[*given, *controls], device=node.device)
             for name, value in node.attributes.items():
                 written.attr[name].CopyFrom(value)
-            # What waits for a call waits for these alone, once TensorFlow has put the function's operations in its place.
+            # After TensorFlow has inlined the function, operations behind a call wait only for these.
             if node.has_effects or any(x.dtype == tf.resource for x in node.inputs):
                 definition.signature.control_output.append(node.name)
                 definition.control_ret[node.name] = node.name
@@ -81,8 +79,8 @@ class Segment:
         """Returns the name of the function for a replica.
 
         Args:
-            devices: Of each replica of this process.
-            replica: The place of the replica among them.
+            devices: The devices of each replica of this process.
+            replica: The index of the replica among them.
         """
         key = tuple(devices[replica]) if self._is_placed else ()
         if key not in self._functions:
@@ -104,7 +102,7 @@ class Segment:
     def __call__(
         self, inputs: Sequence[tf.Tensor], device: str, devices: Sequence[Sequence[str]], replica: int
     ) -> Sequence[tf.Tensor]:
-        """Calls it for a replica, on a device; see `function`."""
+        """Calls the function for a replica, on a device; see `function`."""
         call = tf.raw_ops.StatefulPartitionedCall if self.has_effects else tf.raw_ops.PartitionedCall
         name = tf.compat.v1.NameAttrList(name=self.function(devices, replica))
         with tf.device(device):
@@ -118,7 +116,7 @@ class Segment:
 
 
 def _device_of(device: str, devices: Sequence[Sequence[str]], replica: int) -> str:
-    """Returns the device of a replica that stands for one which replica 0 has in the trace; others are those of all."""
+    """Returns the replica's counterpart of a device of replica 0; other devices are used by all replicas."""
     if not device:
         return ""
     wanted = tf.DeviceSpec.from_string(device)
@@ -130,11 +128,11 @@ def _device_of(device: str, devices: Sequence[Sequence[str]], replica: int) -> s
 
 
 class Transport(Protocol):
-    """How the replicas of this process talk with each other, and with those of other processes.
+    """The communication of the replicas of this process with each other, and with those of other processes.
 
     Attributes:
         devices: The device of each replica of this process.
-        logical_devices: All that each of them has.
+        logical_devices: All devices of each of them.
     """
 
     devices: Sequence[str]
@@ -144,37 +142,37 @@ class Transport(Protocol):
         """Sums tensors over all replicas.
 
         Args:
-            values: For each tensor, what each replica of this process has, in the order in which the tensors are computed.
-            gradients: Which of them are gradients.
+            values: For each tensor, its value on each replica of this process, in the order in which the tensors are computed.
+            gradients: Which of the tensors are gradients.
 
         Returns:
-            For each tensor, what each of them gets.
+            For each tensor, its sum on each of these replicas.
         """
 
     def scattered(self, values: Sequence[Sequence[tf.Tensor]]) -> Sequence[Sequence[tf.Tensor]]:
-        """Sums gradients of shape `[replicas, width]`, of which a replica gets its row; as `sums` otherwise."""
+        """Sums gradients of shape `[replicas, width]`, and gives each replica its row; otherwise like `sums`."""
 
     def rows_of_all(self, values: Sequence[Sequence[tf.Tensor]]) -> Sequence[Sequence[tf.Tensor]]:
-        """Puts vectors of one length together, which are the rows of matrices; as `sums` otherwise."""
+        """Gathers vectors of one length as the rows of matrices; otherwise like `sums`."""
 
     def gathered(self, values: Sequence[tf.Tensor], axis: int, is_gradient: bool) -> Sequence[tf.Tensor]:
-        """Joins the tensors of all replicas along an axis, in their order."""
+        """Concatenates the tensors of all replicas along an axis, in replica order."""
 
     def called(
         self, function: Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]], values: Sequence[Sequence[tf.Tensor]]
     ) -> Sequence[Sequence[tf.Tensor]]:
-        """Has each replica call a function with its tensors, which talks by itself.
+        """Lets each replica call a function that communicates by itself.
 
         Args:
             function: Takes and returns tensors.
-            values: Of each replica of this process, what it gives.
+            values: The arguments of each replica of this process.
 
         Returns:
-            What each of them gets.
+            The results of each of them.
         """
 
     def first(self, values: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
-        """Returns what replica 0 of the run has."""
+        """Returns the values of replica 0 of the run."""
 
 
 class Emitter:
@@ -193,19 +191,19 @@ class Emitter:
         self._collectives = _by_level(node for node in _in_order_of_values(nodes) if isinstance(node, Collective))
         plain = [node for node in nodes if isinstance(node, Node) and not node.talks]
         self._together = _by_level(_Together(node, compiled) for node in nodes if isinstance(node, Node) and node.talks)
-        free = _free(plain, program.arguments[:4])  # The rows, which all programs begin with.
+        free = _free(plain, program.arguments[:4])  # All programs begin with the four arguments for rows.
         self._segments = self._cut([node for node in plain if not node.once], free, nodes, compiled)
         self._once = self._cut([node for node in plain if node.once], free, nodes, False)
 
     def needs(self, argument: Tensor) -> bool:
-        """Returns whether anything uses an argument."""
+        """Returns whether a node or a result uses an argument."""
         return argument.name in self._needed
 
     def _cut(self, nodes: list[Node], free: set[int], everything: list[Any], compiled: bool) -> dict[int, Segment]:
         """Makes a segment for each level."""
         chosen = {id(node) for node in nodes}
         used: dict[str, set[Any]] = collections.defaultdict(set)
-        """By the name of a tensor: where it is used, by the level of the segment, or something else."""
+        """The levels of the segments that use a tensor, by its name; "elsewhere" for other uses."""
         for node in everything:
             is_segment = isinstance(node, Node) and id(node) in chosen and id(node) not in free
             for x in node.inputs:
@@ -217,7 +215,7 @@ class Emitter:
             needed = _with_free(members, free)
             outputs = [x for node in members for x in node.outputs if used[x.name] - {level}]
             segments[level] = Segment(needed, outputs, compiled)
-        # What is free and used by something else than segments, such as a collective or a result.
+        # Free nodes that are used outside segments, such as by a collective or as a result.
         outside = [node for node in nodes if id(node) in free and any("elsewhere" in used[x.name] for x in node.outputs)]
         if outside:
             outputs = [x for node in outside for x in node.outputs if "elsewhere" in used[x.name]]
@@ -228,8 +226,8 @@ class Emitter:
         """Adds the program to the graph that is being built, for each replica of this process.
 
         Args:
-            arguments: What each replica gives for the arguments.
-            transport: How they talk.
+            arguments: The arguments on each replica.
+            transport: The communication between the replicas.
 
         Returns:
             The results of each replica.
@@ -286,11 +284,11 @@ class Emitter:
 
 
 class _Together:
-    """A loop or branches in which replicas talk: those of a process make each round, or take a branch, together.
+    """A loop or branches with collectives: the replicas of a process run each round, or one branch, together.
 
     Args:
         node: The loop or the branches.
-        compiled: Whether XLA compiles what lies between collectives.
+        compiled: Whether XLA compiles the operations between collectives.
     """
 
     def __init__(self, node: Node, compiled: bool) -> None:
@@ -298,11 +296,11 @@ class _Together:
         self._bodies = [Emitter(body, compiled) for _, body in node.bodies]
 
     def run(self, known: list[dict[str, Any]], transport: Transport) -> None:
-        """Adds it to the graph that is being built.
+        """Adds the loop or the branches to the graph that is being built.
 
         Args:
-            known: By the name of a tensor: what each replica has. The results are added.
-            transport: How the replicas talk.
+            known: The values on each replica, by the names of tensors. The results are added.
+            transport: The communication between the replicas.
         """
         run = self._run_loop if self._node.type.endswith("While") else self._run_branches
         results = run([[own[x.name] for x in self._node.inputs] for own in known], transport)
@@ -313,7 +311,7 @@ class _Together:
         inputs = [own[1:] for own in given]
 
         def taken(body: Emitter) -> Any:
-            # A branch has to return something.
+            # A branch must return something.
             return lambda: [tf.constant(0), *(x for own in body.run(inputs, transport) for x in own)]
 
         if self._node.type.endswith("If"):
@@ -344,7 +342,7 @@ class _Together:
         return [[own[r].get(i, x) for i, x in enumerate(given[r])] for r in replicas]
 
     def _shaped(self, given: list[list[Any]]) -> list[Any]:
-        """Returns what each replica carries, with the shapes that are known of it."""
+        """Returns the carried tensors of each replica, with their known shapes."""
         moving = [(own[i], self._shape(i)) for own in given for i in self._node.carried]
         for tensor, shape in moving:
             if tf.is_symbolic_tensor(tensor):
@@ -357,13 +355,13 @@ class _Together:
 
 
 def _of_each(tensors: Sequence[Any], replicas: int) -> list[list[Any]]:
-    """Returns tensors of which each replica has as many, by replica."""
+    """Splits a list of tensors by replica; each replica has equally many."""
     each = len(tensors) // replicas
     return [list(tensors[r * each : (r + 1) * each]) for r in range(replicas)]
 
 
 def _in_order_of_values(nodes: Sequence[Any]) -> list[Any]:
-    """Returns nodes in the order in which their inputs are computed: gradients are asked for in another one."""
+    """Returns nodes in the order in which their inputs are computed. The trace asks for gradients in another order."""
     places = {id(node): place for place, node in enumerate(nodes)}
     return sorted(nodes, key=lambda node: max((places.get(id(x.node), -1) for x in node.inputs), default=-1))
 
@@ -376,7 +374,7 @@ def _by_level(nodes: Any) -> dict[int, list[Any]]:
 
 
 def _free(nodes: Sequence[Node], rows: Sequence[Tensor]) -> set[int]:
-    """Returns the ids of nodes that are made again in each segment that needs them: constants and sizes."""
+    """Returns the ids of cheap nodes that each segment makes for itself: constants and sizes."""
     free: set[int] = set()
     cheap = {x.name for x in rows}
     for node in nodes:
@@ -394,7 +392,7 @@ _FREE = frozenset({
 
 
 def _with_free(nodes: Sequence[Node], free: set[int]) -> list[Node]:
-    """Returns nodes with the free ones that they need, in an order in which they can run."""
+    """Returns nodes and the free ones that they need, in an order in which they can run."""
     ordered: list[Node] = []
     seen: set[int] = set()
 

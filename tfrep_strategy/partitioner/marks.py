@@ -1,7 +1,7 @@
-"""Marks on operations of a step while it is traced: what replicas do there. On one device each of them gives what it gets.
+"""Marks on operations of a traced step, which tell the partitioner what replicas do there. On one device they do nothing.
 
-A mark is an attribute of an operation. Its rule is in `rules/effects.py`. Some give a replica a value of its own, `Own`: what is
-computed of such values is written for one replica. It comes out as a whole or as a sum.
+A mark is an attribute of an operation. Its rule is in `rules/effects.py`. Some marks give each replica its own value (`Own`).
+Computations with such values are per replica, until they become a whole tensor or a sum.
 """
 
 from __future__ import annotations
@@ -25,40 +25,40 @@ Called = Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]
 
 
 def gradient(tensor: tf.Tensor) -> tf.Tensor:
-    """Marks a gradient. Where replicas hold addends, these travel as gradients do."""
+    """Marks a gradient. If replicas hold addends, their all-reduce is that of gradients."""
     return _marked(GRADIENT, tf.identity(tensor))
 
 
 def slices(tensor: tf.Tensor) -> tf.Tensor:
-    """Marks the values of a sparse gradient. Where replicas hold rows, these travel as gradients do."""
+    """Marks the values of a sparse gradient. If replicas hold rows, they are gathered as gradients are."""
     return _marked(SLICES, tf.identity(tensor))
 
 
 def replica() -> tf.Tensor:
-    """Returns the number of the replica, an int32 scalar of its own."""
+    """Returns the replica id, an int32 scalar that differs between replicas."""
     return _marked(REPLICA, tf.identity(tf.constant(0)))
 
 
 def own_row(rows: tf.Tensor) -> tf.Tensor:
-    """Returns the row of each replica, of shape `[width]`, of a gradient in shape `[replicas, width]`."""
+    """Returns each replica's row, of shape `[width]`, of a gradient of shape `[replicas, width]`."""
     return _marked(OWN_ROW, tf.raw_ops.GatherV2(params=rows, indices=0, axis=0))
 
 
 def all_rows(row: tf.Tensor, replicas: int) -> tf.Tensor:
-    """Returns the rows of all replicas, of shape `[replicas, width]`, given the own one of each."""
+    """Returns the rows of all replicas, of shape `[replicas, width]`, given the row of each replica."""
     return _marked(ALL_ROWS, tf.raw_ops.BroadcastTo(input=row, shape=[replicas, *row.shape]))
 
 
 def addend(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns the sum of the values that replicas have of their own."""
+    """Returns the sum over the replicas of their own values."""
     return _marked(ADDEND, tf.identity(tensor))
 
 
 def own_sum(rows: tf.Tensor, axes: Sequence[int]) -> tf.Tensor:
-    """Returns, for each replica, the sum of its own rows over axes, which stay.
+    """Returns, on each replica, the sum of its own rows over axes, which stay with size 1.
 
     Args:
-        rows: Their first axis is that of the batch.
+        rows: The rows; the first axis is that of the batch.
         axes: That axis, and others.
     """
 
@@ -71,11 +71,11 @@ def own_sum(rows: tf.Tensor, axes: Sequence[int]) -> tf.Tensor:
 
 
 def spread(own: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
-    """Returns the value of a replica for each of its rows.
+    """Repeats a replica's value for each of its rows.
 
     Args:
-        own: What each replica has of its own; its first axis is 1.
-        rows: Has as many rows.
+        own: The value of each replica; its first axis has size 1.
+        rows: A tensor with the rows.
     """
 
     @tf.custom_gradient
@@ -87,11 +87,11 @@ def spread(own: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
 
 
 def batch(tensors: Sequence[tf.Tensor], replicas: int) -> list[tf.Tensor]:
-    """Marks tensors as a batch whose rows the replicas share, behind this mark in a body of a loop or a branch.
+    """Marks tensors as a batch that is sharded over the replicas from here on, in the body of a loop or a branch.
 
     Args:
-        tensors: All have as many rows.
-        replicas: How many share them.
+        tensors: Tensors with equally many rows.
+        replicas: Number of replicas.
     """
     _, *marked = tf.raw_ops.IdentityN(input=[tf.constant(replicas), *tensors])
     _marked(BATCH, marked[0])
@@ -99,12 +99,12 @@ def batch(tensors: Sequence[tf.Tensor], replicas: int) -> list[tf.Tensor]:
 
 
 def called(function: Called, tensors: Sequence[tf.Tensor], results: Sequence[tf.TensorSpec]) -> list[tf.Tensor]:
-    """Returns what a function makes of tensors. Each replica calls it with its addends and rows, and all get the same from it.
+    """Returns the results of a function. Each replica calls it with its addends and rows, and all get the same results.
 
     Args:
         function: Takes and returns tensors.
-        tensors: The tensors.
-        results: What it returns.
+        tensors: The arguments.
+        results: The specifications of the results.
     """
     shapes = [each.shape for each in results]
     made = tf.raw_ops.EagerPyFunc(input=list(tensors), token="", Tout=[each.dtype for each in results])
@@ -117,7 +117,7 @@ def called(function: Called, tensors: Sequence[tf.Tensor], results: Sequence[tf.
 
 
 def function_of(operation: Any) -> Called:
-    """Returns the function of an operation that `called` has made."""
+    """Returns the function of an operation made by `called`."""
     (function,) = operation.graph.get_collection(_collection(operation))
     return function
 

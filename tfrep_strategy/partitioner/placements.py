@@ -1,4 +1,4 @@
-"""Where the replicas hold a tensor of the global step: whole, in rows, or as addends."""
+"""Placements of the tensors of a global step on replicas: replicated, sharded, or partial."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Shard:
-    """Every replica holds contiguous rows; in the order of the replicas they make the tensor.
+    """Every replica holds contiguous rows. Concatenated in replica order, they are the tensor.
 
     Attributes:
         axis: The axis of the rows.
-        per_row: How many elements of that axis belong to one row: 1, or more after axes were merged.
-        rows: Which rows these are: 0, those of the batch; any other number, those that data have chosen (`rules/indexing.py`),
-            or that are cut beside the batch (`choice.py`).
+        per_row: Number of elements of that axis in one row: 1, or more after axes were merged.
+        rows: The number of the kind of rows: 0 for those of the batch; others for rows that data have chosen
+            (`rules/indexing.py`), or that are sharded beside the batch (`choice.py`).
     """
 
     axis: int = 0
@@ -49,21 +49,21 @@ class Partial:
 
 @dataclass(frozen=True)
 class Own:
-    """Every replica holds a value of its own; what is computed of it is written for one replica."""
+    """Every replica holds its own value. Computations with it are per replica."""
 
 
 @dataclass(frozen=True)
 class Vacant:
-    """A list that holds nothing yet: the first element that is put in decides."""
+    """An empty list. The first element that is added determines the placement."""
 
 
 @dataclass(frozen=True)
 class Items:
-    """A list of which every replica holds elements: those of its rows."""
+    """A list whose elements are rows. Every replica holds the elements of its own rows."""
 
 
 Placement = Replicate | Shard | Partial | Own | Vacant | Items
-"""That of a list is the one of its elements, unless these are the rows."""
+"""The placement of a list is that of its elements, unless the elements are rows."""
 
 REPLICATE, PARTIAL, OWN, VACANT, ITEMS = Replicate(), Partial(), Own(), Vacant(), Items()
 
@@ -74,7 +74,7 @@ class Rows:
 
     Attributes:
         per_row: The factor.
-        rows: Which rows, as in `Shard`.
+        rows: The number of the kind of rows, as in `Shard`.
 
     Example:
         >>> 3 * Rows(2)
@@ -115,7 +115,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Offset:
-    """A size that is a number more than a multiple of the rows, as that of the limits of ragged rows.
+    """A size that exceeds a multiple of the rows by a constant, such as the length of row splits of ragged rows.
 
     Example:
         >>> Rows() + 1, Rows() + 1 - 1
@@ -140,7 +140,7 @@ class Offset:
 
 
 Size = Any
-"""A number, a multiple of the rows of the global batch, or unknown."""
+"""A number, a multiple of the number of rows, or None if unknown."""
 
 
 def is_number(size: Any) -> bool:
@@ -149,7 +149,7 @@ def is_number(size: Any) -> bool:
 
 
 def product(sizes: Any) -> Size:
-    """Returns the product of sizes; None where it is neither a number nor a multiple of the rows.
+    """Returns the product of sizes; None if it is neither a number nor a multiple of the rows.
 
     Example:
         >>> product([2, Rows(), 3]), product([Rows(), Rows()]), product([2, None])
@@ -164,7 +164,7 @@ def product(sizes: Any) -> Size:
 
 
 def common_dims(a: Sequence[Size] | None, b: Sequence[Size] | None) -> tuple[Size, ...] | None:
-    """Returns what two shapes have in common; None if one is unknown, or their ranks differ.
+    """Returns the sizes that two shapes share, None for others; None if a shape is unknown, or the ranks differ.
 
     Example:
         >>> common_dims([Rows(), 3], [Rows(), 4])

@@ -1,8 +1,8 @@
 """Partitions the traced step of one device: finds the placement of each tensor, and makes the program of a replica.
 
-Operations are visited after what they need. The rule of an operation (`rules/`) looks at the placements of its inputs, asks for
-other ones where it needs them, which may add a collective, and adds the operation to the program, with local inputs. An operation
-without a rule gets whole inputs: that is slower, and right.
+Operations are visited after their inputs. The rule of an operation (`rules/`) looks at the placements of its inputs. It may ask
+for other placements, which may add a collective, and adds the operation to the program, with local inputs. An operation
+without a rule gets whole inputs: that is slower, but right.
 
 The idea is that of GSPMD (Xu et al., arXiv:2105.04663) and of DTensor.
 """
@@ -26,14 +26,14 @@ RULES: dict[str, Rule] = {}
 
 
 MARKED, OF_OWN = "(marked)", "(of own values)"
-"""The rules of operations that have a mark, and of those whose inputs are values that replicas have of their own."""
+"""Keys of the rules for operations with a mark, and for operations on values that differ between replicas."""
 
 
 def rule(*types: str) -> Callable[[Rule], Rule]:
     """Makes a function the rule of operations of these types.
 
-    It gets the planner and an operation of the traced graph of which some input is not replicated, and gives the planner a
-    value for each output. It calls `Planner.replicate` for what it does not know.
+    A rule gets the planner and an operation of the traced graph, some input of which is not replicated. It sets the value of
+    each output, and calls `Planner.replicate` for cases that it does not handle.
     """
 
     def register(function: Rule) -> Rule:
@@ -46,11 +46,11 @@ def rule(*types: str) -> Callable[[Rule], Rule]:
 
 
 LEADING: dict[str, Callable[[Planner, Any], Any]] = {}
-"""By the type of an operation that may have lost rows and brings them back: tells the leading size of its result."""
+"""For types of operations that may bring back lost rows: a function that returns the leading size of the result."""
 
 
 def leading(*types: str) -> Callable[[Any], Any]:
-    """Makes a function the one that tells the leading size of results of operations of these types."""
+    """Makes a function the one that returns the leading size of results of operations of these types."""
 
     def register(function: Any) -> Any:
         LEADING.update(dict.fromkeys(types, function))
@@ -60,11 +60,11 @@ def leading(*types: str) -> Callable[[Any], Any]:
 
 
 ON_PURPOSE: dict[str, str] = {}
-"""By the type of an operation that is computed for all rows, where these could not be shared: the reason."""
+"""For types of operations that are replicated because their rows cannot be sharded: the reason."""
 
 
 def always(function: Rule) -> Rule:
-    """Has a rule called also where all inputs are replicated."""
+    """Makes a rule apply even if all inputs are replicated."""
     function.is_always_called = True  # type: ignore[attr-defined]
     return function
 
@@ -74,28 +74,28 @@ class Planner(Values):
 
     Args:
         program: The program, to which nodes are added.
-        rows: Its arguments.
-        local_replicas: How many replicas one process runs.
+        rows: Its arguments for the rows.
+        local_replicas: Number of replicas of one process.
     """
 
     def __init__(self, program: Program, rows: OwnRows, local_replicas: int) -> None:
         super().__init__(program, rows)
         self.local_replicas = local_replicas
         self.without_rule: dict[str, Any] = {}
-        """By type: the first operation that got the rows of all replicas for want of a rule."""
+        """The first operation of each type that got the rows of all replicas because it has no rule."""
         self.called: dict[str, tuple[Any, Planner]] = {}
-        """By the name of an operation that calls a function: the graph of that, and its plan."""
+        """The graph and the plan of called functions, by the names of the calling operations."""
         self.beside: dict[int, int] = {}
-        """By their number: the rows that are cut beside those of the batch, as placements name them."""
+        """The numbers in placements of rows that are sharded beside those of the batch, by their sizes."""
         self.has_own_batch = False
-        """Whether the rows are those of a batch that begins in this graph."""
+        """Whether the rows belong to a batch that begins in this graph."""
         self._controls: dict[str, list[Any]] = {}
         self._accesses: dict[str, tuple[Tensor, list[Any], list[Any]]] = {}
 
-    # What rules add.
+    # Methods for rules.
 
     def put(self, tensor: Any, placement: Placement, local: Tensor, **details: Any) -> None:
-        """Gives a tensor of the traced graph its value."""
+        """Sets the value of a tensor of the traced graph."""
         if local.shape.rank is None and tensor.dtype != tf.variant:
             shape = tensor.shape
             if isinstance(placement, Shard) and shape.rank is not None:
@@ -104,7 +104,7 @@ class Planner(Values):
         self.values[tensor.name] = Value(placement, local, **details)
 
     def put_same(self, operation: Any, tensor: Any) -> None:
-        """Gives the only output of an operation the value of a tensor. What has to wait for something stays an operation."""
+        """Gives the only output of an operation the value of a tensor. An operation with control inputs stays an operation."""
         value, (result,) = self.value(tensor), operation.outputs
         if self._manual_controls(operation):
             self.emit(operation, self.locals(operation), value.placement)
@@ -113,17 +113,17 @@ class Planner(Values):
         self.value(result).elements = value.elements
 
     def node_of(self, operation: Any) -> Any:
-        """Returns the node that stands for an operation."""
+        """Returns the node of an operation."""
         (node,) = self._controls[operation.name]
         return node
 
     def put_node(self, operation: Any, node: Any) -> None:
-        """Notes which node stands for an operation, for those that wait for it."""
+        """Sets the node of an operation, for operations that wait for it."""
         self._controls[operation.name] = [node]
         self.program.run_after(node, self._manual_controls(operation))
 
     def emit(self, operation: Any, inputs: Sequence[Tensor], *placements: Placement, **changes: Any) -> None:
-        """Adds an operation with local inputs; its outputs have this placement, or one each."""
+        """Adds an operation with local inputs. Its outputs have the given placement, or one each."""
         node = self.program.copy_of(operation, inputs, self._manual_controls(operation), **changes)
         self._controls[operation.name] = [node]
         each = placements * len(node.outputs) if len(placements) == 1 else placements
@@ -133,16 +133,17 @@ class Planner(Values):
     def emit_filled(
         self, operation: Any, inputs: Sequence[Tensor], sharded: Sequence[int], shard: Shard, placement: Placement
     ) -> None:
-        """Adds an operation whose kernels fail on no rows: it gets a row of zeros where there is none.
+        """Adds an operation whose kernels fail without rows. A replica without rows gives it a row of zeros.
 
-        TensorFlow's oneDNN kernels (2.21, on CPUs) give no rows a wrong shape, leave a gradient unwritten, or end the process.
+        Without rows, TensorFlow's oneDNN kernels (2.21, on CPUs) return a wrong shape, leave a gradient unwritten, or end the
+        process.
 
         Args:
-            operation: Of the traced graph.
-            inputs: Local ones.
-            sharded: The places of those that have rows.
-            shard: How these are placed.
-            placement: Of the results. To a sum, zeros add nothing.
+            operation: The operation of the traced graph.
+            inputs: The local inputs.
+            sharded: The indices of sharded inputs.
+            shard: Their placement.
+            placement: The placement of the results. Zeros do not change a sum.
         """
         filled = [self.filled(x, shard, operation.inputs[i]) if i in sharded else x for i, x in enumerate(inputs)]
         self.emit(operation, filled, placement)
@@ -155,9 +156,9 @@ class Planner(Values):
                 self.put(tensor, placement, self.program.add("Slice", self.local(tensor), begin, size))
 
     def filled(self, local: Tensor, shard: Shard, tensor: Any) -> Tensor:
-        """Returns own rows, or a row of zeros. Where nothing is padded, nothing is copied.
+        """Returns the own rows, or a row of zeros. If nothing is padded, nothing is copied.
 
-        It is no `Pad`: oneDNN fuses that with a convolution, and the kernel of both ignores padded rows.
+        It does not use `Pad`: oneDNN fuses it with a convolution, and the fused kernel ignores padded rows.
         """
         add, rank = self.program.add, self.rank(tensor)
         assert rank is not None
@@ -166,7 +167,7 @@ class Planner(Values):
         return add("PadV2", local, paddings, self.program.constant(0, local.dtype))
 
     def locals(self, operation: Any) -> list[Tensor]:
-        """Returns what a replica holds of each input, as it is placed."""
+        """Returns the local tensor of each input."""
         return [self.local(x) for x in operation.inputs]
 
     def replicate(self, operation: Any) -> None:
@@ -180,7 +181,7 @@ class Planner(Values):
             self.emit(operation, inputs, REPLICATE)
 
     def settle_items(self, tensor: Any) -> None:
-        """Gives every replica the whole of a list whose elements are rows, and of rows that data have chosen."""
+        """Replicates a list whose elements are rows, and rows that data have chosen."""
         value = self.value(tensor)
         if isinstance(value.placement, Shard) and value.placement.rows:
             self.put(tensor, REPLICATE, self.replicated(tensor))
@@ -189,15 +190,15 @@ class Planner(Values):
             self.put(tensor, REPLICATE, self.replicated(tensor), elements=value.elements)
 
     def begin_batch(self, whole: Tensor, traced_rows: int | None, replicas: Tensor) -> bool:
-        """Goes on with the rows of a batch that the graph reads, if there are no others yet.
+        """Continues with the rows of a batch that the graph reads, if it has no other rows yet.
 
         Args:
             whole: A tensor of the batch.
-            traced_rows: How many rows it has, if the trace knows.
-            replicas: How many replicas share them.
+            traced_rows: Its number of rows, if the trace knows it.
+            replicas: Number of replicas.
 
         Returns:
-            Whether there were none.
+            Whether there were no other rows.
         """
         if any(isinstance(value.placement, Shard) for value in self.values.values()):
             return False
@@ -207,12 +208,12 @@ class Planner(Values):
         return True
 
     def begin_rows(self, number: int, replicas: int) -> None:
-        """Cuts what is drawn for so many rows, which are not those of the batch."""
+        """Shards random numbers that are drawn for this number of rows, which differs from that of the batch."""
         constant = self.program.constant
         self.beside[number] = self.put_rows(self._shared_by(constant(number), constant(replicas))).rows
 
     def _shared_by(self, total: Tensor, replicas: Tensor) -> OwnRows:
-        """Returns which of so many rows a replica has: as many as others, or one more."""
+        """Returns a replica's rows of this total: the sizes differ by at most one."""
         add, replica = self.program.add, self.rows.replica
         each, longer = add("FloorDiv", total, replicas), add("FloorMod", total, replicas)
         start = add("AddV2", add("Mul", replica, each), add("Minimum", replica, longer))
@@ -222,7 +223,7 @@ class Planner(Values):
     # The walk.
 
     def run(self, graph: Any) -> None:
-        """Plans a graph, whose inputs have values."""
+        """Plans a graph whose inputs have values."""
         for operation in in_order(graph):
             self.plan(operation)
 
@@ -249,7 +250,7 @@ class Planner(Values):
                     self.sizes[tensor.name] = value
 
     def _cut_rows(self, operation: Any) -> None:
-        """Gives each replica its rows of a whole result that is known to have those of the batch, as dense rows of ragged ones."""
+        """Gives each replica its rows of a whole result that has the rows of the batch, such as ragged rows made dense."""
         (result,) = operation.outputs
         size, rank = LEADING[operation.type](self, operation), result.shape.rank
         if not isinstance(size, Rows) or not isinstance(self.placement(result), Replicate) or rank is None:
@@ -262,7 +263,7 @@ class Planner(Values):
     # Effects.
 
     def access(self, handle: Tensor, node: Any, writes: bool) -> None:
-        """Orders a node among those that use a variable or another resource."""
+        """Orders a node among those that use the same resource."""
         _, written, read = self._accesses.setdefault(handle.name, (handle, [], []))
         before = [*written, *read] if writes else written
         self.program.run_after(node, before)
@@ -272,7 +273,7 @@ class Planner(Values):
             read.append(node)
 
     def last_read(self, handle: Tensor, dtype: tf.DType) -> Tensor | None:
-        """Returns what a variable was read as since it was last written, if it was."""
+        """Returns the value of a variable that was read since the last write; None if it was not read."""
         _, _, read = self._accesses.get(handle.name, (handle, [], []))
         for node in read:
             if getattr(node, "type", None) == "ReadVariableOp" and node.outputs[0].dtype == dtype:
@@ -290,7 +291,7 @@ class Planner(Values):
     # Functions.
 
     def function(self, operation: Any, name: str) -> Any:
-        """Returns the graph of a function that an operation calls; None if it has none, and is known by its name alone."""
+        """Returns the graph of a function that an operation calls; None if only its definition is known."""
         graph = operation.graph
         while name not in graph._functions:
             graph = graph.outer_graph
@@ -300,12 +301,12 @@ class Planner(Values):
         return getattr(found, "graph", None)
 
     def note_without_rule(self, found: dict[str, Any]) -> None:
-        """Notes operations of a body that get the rows of all replicas for want of a rule."""
+        """Records operations of a body that get the rows of all replicas because they have no rule."""
         for type_, operation in found.items():
             self.without_rule.setdefault(type_, operation)
 
     def accesses(self) -> Iterator[tuple[Tensor, bool]]:
-        """Yields what was accessed as a resource, and whether it was written."""
+        """Yields the resources that were used, and whether each was written."""
         for handle, written, _ in self._accesses.values():
             yield handle, bool(written)
 
@@ -320,7 +321,7 @@ class Planner(Values):
 
     @staticmethod
     def hand_over(giver: Planner, given: Any, taker: Planner, taken: Any) -> None:
-        """Tells one planner of a tensor what another one knows of it."""
+        """Gives one planner the knowledge of another one about a tensor."""
         taker.values[taken.name] = giver.value(given)
         if given.name in giver.sizes:
             taker.sizes[taken.name] = giver.sizes[given.name]
@@ -335,7 +336,7 @@ class Planner(Values):
         return [node for x in operation.control_inputs for node in self._controls_of(x)]
 
     def _controls_of(self, operation: Any) -> list[Any]:
-        """Returns the nodes of an operation that others wait for; of one that does nothing, those that it waits for."""
+        """Returns the nodes to wait for, given an operation. For a `NoOp` these are the nodes that it waits for."""
         if operation.name in self._controls:
             return self._controls[operation.name]
         if operation.type == "NoOp":
@@ -343,7 +344,7 @@ class Planner(Values):
         return [self.values[x.name].local.node for x in operation.outputs if self.values[x.name].local.node is not None]
 
     def _add_stateful(self, operation: Any, inputs: list[Tensor]) -> None:
-        """Adds an operation with effects, or one that depends on more than its inputs."""
+        """Adds an operation that has effects, or depends on more than its inputs."""
         handles = [x for x in operation.inputs if x.dtype == tf.resource]
         is_own = bool(handles) and not any(self.value(x).is_shared for x in handles)
         node = self.program.copy_of(operation, inputs, self._manual_controls(operation))
@@ -370,12 +371,12 @@ _TAKE_OWN = frozenset({
     "AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp", "Case", "IdentityN", "If", "PartitionedCall",
     "ReadVariableOp", "StatefulPartitionedCall", "StatelessCase", "StatelessIf", "VariableShape",
 })  # fmt: skip
-"""What has a rule for values of a replica's own."""
+"""Operations whose rules handle values that differ between replicas."""
 _SIZED_BY_RULE = frozenset({"Shape", "ShapeN", "Size", "Rank", "Const"})
 
 
 def _is_seeded(operation: Any) -> bool:
-    """Returns whether a random operation has a seed, so that all ranks draw the same."""
+    """Returns whether a random operation has a seed, so that all ranks draw the same numbers."""
     attributes = operation.node_def.attr
     return "seed" in attributes and bool(attributes["seed"].i or attributes["seed2"].i)
 
@@ -383,7 +384,7 @@ def _is_seeded(operation: Any) -> bool:
 def in_order(graph: Any) -> Iterator[Any]:
     """Yields the operations of a graph, each after those that it needs.
 
-    The order of a graph is no such order: gradients add inputs to loops that are there already.
+    The order of creation does not suffice: gradients add inputs to existing loops.
     """
     done: set[str] = set()
     for last in graph.get_operations():

@@ -1,11 +1,10 @@
 """The program that every replica runs: nodes that become TensorFlow functions, with collectives between them.
 
-Which operations give all ranks the same bits, given the same inputs, whatever the number of their threads.
-A kernel that adds up many numbers divides them among its threads, so that ranks with other numbers of threads round otherwise.
-What each rank computes of it by itself, such as its copy of a variable, would drift apart. It is made equal where it is used
-(`Values.agreed`).
+Some operations give all ranks the same bits for the same inputs, whatever their number of threads. Kernels that add many numbers
+divide them among threads, so ranks with other numbers of threads round differently. Values that each rank computes
+alone, such as its copy of a variable, would drift apart. They are made equal where they are used (`Values.agreed`).
 
-Takes out of loops what nothing needs, such as lists of sizes that a gradient would have asked for.
+`prune` removes unneeded values from loops, such as lists of sizes for gradients that are not computed.
 """
 
 from __future__ import annotations
@@ -29,43 +28,43 @@ SAME_BITS = {
     "TensorListGetItem", "TensorListPopBack", "TensorListPushBack", "TensorListReserve", "TensorListResize",
     "TensorListSetItem", "TensorListStack", "TensorScatterUpdate", "Tile", "TopKV2", "Transpose", "Unpack",
 }  # fmt: skip
-"""Operations that move elements, and those that rules add: what works on each element by itself, and what draws numbers."""
+"""Operations that move elements. Rules add elementwise operations, and those that draw numbers."""
 
 CALLS_PYTHON = frozenset({"EagerPyFunc", "PyFunc", "PyFuncStateless"})
-"""Nobody knows what these give."""
+"""Operations whose results are unknown."""
 
 ASKS_FOR_SIZES = frozenset({
     "OnesLike", "Rank", "Shape", "ShapeN", "Size", "TensorListElementShape", "TensorListLength", "ZerosLike",
 })  # fmt: skip
-"""Operations that do not look at the elements that they get."""
+"""Operations that do not use the elements of their inputs."""
 
 ADDS_UP_ROWS = frozenset({"Mean", "Prod", "Sum"})
-"""Of several results, each is added up by one thread; so is a single one of few elements."""
+"""One thread adds each of several results. It also adds a single result of few elements."""
 
 AT_ONCE = 1 << 15
-"""So many elements are added up by one thread, whatever their number is (Eigen, which counts cycles)."""
+"""The number of elements that one thread adds, for any number of threads (Eigen, which estimates cycles)."""
 
 
 _NOT_COPIED = frozenset({
     "_output_shapes", "_class", "_user_specified_name", "_has_manual_control_dependencies", "_gradient_op_type",
     "_XlaMustCompile", "_XlaScope", "_XlaSeparateCompiledGradients", "_noinline",
 })  # fmt: skip
-"""Attributes of the traced operations that say nothing of what they compute, or name operations of the traced graph."""
+"""Attributes of traced operations that do not affect their results, or name operations of the traced graph."""
 
 _ATTRIBUTES_OF_BODIES = ("_lower_using_switch_merge", "_stateful_parallelism")
-"""How loops and branches run."""
+"""Attributes that affect how loops and branches run."""
 
 
 class Tensor:
     """A tensor of the program of one replica: an output of a node, or an argument.
 
     Attributes:
-        node: What makes it; None for an argument.
-        name: As a `FunctionDef` names it.
+        node: The node that makes it; None for an argument.
+        name: Its name in a `FunctionDef`.
         dtype: Its dtype.
-        level: How many collectives, one after the other, come before it.
-        shape: What is known of the local shape.
-        varies: Whether ranks may have computed other bits of what is meant to be the same on all.
+        level: Number of consecutive collectives before it.
+        shape: Its local shape, as far as known.
+        varies: Whether ranks may have computed different bits of a value that should be equal on all.
     """
 
     __slots__ = ("dtype", "level", "name", "node", "shape", "varies")
@@ -85,15 +84,15 @@ class Node:
     Attributes:
         type: The type of the operation.
         inputs: Tensors.
-        control_inputs: Nodes that have to run before.
-        attributes: Of the operation.
-        has_effects: Whether it has to run even if nothing needs its outputs.
+        control_inputs: Nodes that must run before.
+        attributes: The attributes of the operation.
+        has_effects: Whether it must run even if its outputs are not needed.
         once: Whether it runs once in a process, for all its replicas.
-        bodies: Of a loop or of branches: the attribute of each body, and its program.
-        talks: Whether replicas talk in its bodies, so that those of a process run it together.
-        carried: Of a loop: the places of the inputs that it changes.
-        traced: The operation of the traced graph that it stands for, if there is one.
-        device: The device that the user has chosen, of replica 0 or of all; empty if none was.
+        bodies: For a loop or branches: the attribute of each body, and its program.
+        talks: Whether its bodies have collectives, so that the replicas of a process run it together.
+        carried: For a loop: the indices of the inputs that it changes.
+        traced: Its operation in the traced graph, if any.
+        device: The device that the user has chosen, of replica 0 or of all replicas; empty if none.
     """
 
     __slots__ = (
@@ -130,7 +129,7 @@ class Node:
 
     @property
     def level_after(self) -> int:
-        """The level of what runs after it. What all replicas of a process run together runs behind all else of its level."""
+        """The level of nodes behind it. A node that the replicas of a process run together runs after the others of its level."""
         return self.level + (self.once or self.talks)
 
     def __repr__(self) -> str:
@@ -138,16 +137,16 @@ class Node:
 
 
 class Collective:
-    """What the replicas send each other.
+    """A communication between the replicas.
 
     Attributes:
-        kind: `"sum"`; `"gather"`, along `axis`; `"equal rows"`, one of each replica; `"scatter"`: of the sum, a replica gets its
-            row; `"first"`, which is the value of replica 0 of the run; `"shared"`: that of the first replica of the process;
-            `"call"`, of a function that talks by itself. A `"gradient"` is a sum, and `"slices"` are gathered, that travel as
-            gradients do.
+        kind: `"sum"`; `"gather"`, along `axis`; `"equal rows"`: a gather of one row from each replica; `"scatter"`: a sum, of which
+            each replica gets its row; `"first"`: the value of replica 0 of the run; `"shared"`: the value of the first replica of
+            the process; `"call"`: a function that communicates by itself. `"gradient"` is a sum and `"slices"` a gather that travel
+            as gradients do.
         inputs: The tensor that a replica sends.
         outputs: The tensor that each replica gets.
-        function: What is called.
+        function: The called function.
     """
 
     control_inputs: tuple[Any, ...] = ()
@@ -164,13 +163,13 @@ class Collective:
 
 
 class Program:
-    """The program of one replica, as it is being made.
+    """The program of one replica, while it is being made.
 
     Attributes:
-        arguments: What differs between replicas, or is given to the program.
+        arguments: Values that differ between replicas, or are passed to the program.
         nodes: Nodes and collectives, in an order in which they can run.
-        results: What it returns.
-        inputs: Of a body: the arguments that it gets.
+        results: The results.
+        inputs: For a body: the arguments that it gets.
     """
 
     _names = itertools.count()
@@ -184,15 +183,15 @@ class Program:
 
     @property
     def talks(self) -> bool:
-        """Whether replicas talk in it, or some of it runs once in a process."""
+        """Whether it has collectives, or a node that runs once in a process."""
         return any(node.talks or getattr(node, "once", False) for node in live(self.nodes, self.results))
 
     def needs(self, argument: Tensor) -> bool:
-        """Returns whether anything but a result uses an argument."""
+        """Returns whether a node uses an argument."""
         return any(x is argument for node in live(self.nodes, self.results) for x in node.inputs)
 
     def uses(self, argument: Tensor) -> bool:
-        """Returns whether anything, or a result, uses an argument."""
+        """Returns whether a node or a result uses an argument."""
         return self.needs(argument) or any(x is argument for x in self.results)
 
     def argument(self, dtype: tf.DType, shape: Any = None) -> Tensor:
@@ -206,10 +205,10 @@ class Program:
         """Adds the operation of a traced graph, with other inputs.
 
         Args:
-            operation: Of the traced graph.
-            inputs: In place of its own.
+            operation: The operation.
+            inputs: Its new inputs.
             control_inputs: Nodes.
-            **changes: Attributes that are to be others.
+            **changes: Changed attributes.
         """
         definition = operation.node_def
         attributes = {name: value for name, value in definition.attr.items() if name not in _NOT_COPIED}
@@ -223,10 +222,10 @@ class Program:
         """Adds a loop or branches of a traced graph.
 
         Args:
-            operation: Of the traced graph.
-            inputs: In place of its own.
+            operation: The operation.
+            inputs: Its new inputs.
             bodies: The attribute of each body, and its program.
-            **changes: Attributes that are to be others.
+            **changes: Changed attributes.
         """
         kept = {k: v for k, v in operation.node_def.attr.items() if k in ("parallel_iterations", *_ATTRIBUTES_OF_BODIES)}
         attributes = kept | {name: attribute(value) for name, value in changes.items()}
@@ -237,12 +236,12 @@ class Program:
         return node
 
     def add(self, type_: str, *inputs: Any, **attributes: Any) -> Any:
-        """Adds an operation that has no effects; an equal one is made once.
+        """Adds an operation without effects. Equal operations are added once.
 
         Args:
             type_: The type.
             *inputs: Tensors, numbers, or lists of them where the operation takes a list.
-            **attributes: Those that do not follow from the inputs.
+            **attributes: Attributes that do not follow from the inputs.
 
         Returns:
             Its output; a list if there are several.
@@ -281,7 +280,7 @@ class Program:
         return self._made[key][0]
 
     def run_after(self, node: Any, before: Sequence[Any]) -> None:
-        """Has a node that was just added run after others."""
+        """Makes a node that was just added run after others."""
         node.control_inputs += [x for x in before if x is not node]
         later = max((x.level_after for x in node.control_inputs), default=0) - node.level
         if later > 0:
@@ -290,10 +289,10 @@ class Program:
                 output.level += later
 
     def send(self, kind: str, tensor: Tensor, axis: int = 0) -> Tensor:
-        """Adds a collective; an equal one is made once.
+        """Adds a collective. Equal collectives are added once.
 
         Raises:
-            CannotPartitionError: A tensor is to be gathered whose rank nobody knows.
+            CannotPartitionError: A tensor to be gathered has an unknown rank.
         """
         if kind == "gather" and tensor.shape.rank is None:
             hint = "give it a shape with tf.ensure_shape."
@@ -306,7 +305,7 @@ class Program:
         return self._made[key][0]
 
     def call(self, function: Any, tensors: Sequence[Tensor], dtypes: Sequence[tf.DType]) -> list[Tensor]:
-        """Adds a call of a function that talks by itself, and returns tensors of some dtypes."""
+        """Adds a call of a function that communicates by itself, and returns tensors of some dtypes."""
         name = f"received_{next(self._names)}"
         collective = Collective("call", tensors, name)
         collective.function = function
@@ -347,7 +346,7 @@ def every_node(program: Program) -> Iterator[Node]:
 
 
 def live(nodes: Sequence[Any], results: Sequence[Tensor]) -> list[Any]:
-    """Returns what results and effects need, in the same order."""
+    """Returns the nodes that results and effects need, in the same order."""
     needed: set[int] = set()
     stack = [x.node for x in results] + [node for node in nodes if node.has_effects]
     while stack:
@@ -359,7 +358,7 @@ def live(nodes: Sequence[Any], results: Sequence[Tensor]) -> list[Any]:
 
 
 def without(program: Program, arguments: Sequence[Tensor]) -> Program:
-    """Returns what a program does that needs none of some arguments, with no results."""
+    """Returns the part of a program that does not depend on some arguments, without results."""
     left = Program()
     left.arguments = program.arguments
     missing, done = {id(x) for x in arguments}, set[int]()
@@ -376,7 +375,7 @@ def _as_name(name: str) -> str:
 
 
 def _outputs(definition: Any, attributes: dict[str, Any]) -> Iterator[tuple[str, tf.DType]]:
-    """Yields the names, as a `FunctionDef` has them, and dtypes of an operation's outputs."""
+    """Yields the names in a `FunctionDef`, and the dtypes, of an operation's outputs."""
     for arg in definition.output_arg:
         if arg.type_list_attr:
             types = list(attributes[arg.type_list_attr].list.type)
@@ -388,7 +387,7 @@ def _outputs(definition: Any, attributes: dict[str, Any]) -> Iterator[tuple[str,
 
 
 def attribute(value: Any) -> tf.compat.v1.AttrValue:
-    """Returns a Python value as the attribute of an operation."""
+    """Converts a Python value to the attribute of an operation."""
     result = tf.compat.v1.AttrValue()
     if isinstance(value, (list, tuple)):
         result.list.SetInParent()
@@ -416,8 +415,8 @@ def attribute(value: Any) -> tf.compat.v1.AttrValue:
 
 
 def prune(program: Program) -> None:
-    """Has the loops of a program carry what is needed."""
-    for node in reversed(program.nodes):  # A later loop may need what an earlier one carries.
+    """Removes values that are not needed from the loops of a program."""
+    for node in reversed(program.nodes):  # A later loop may need a value that an earlier one carries.
         if isinstance(node, Node) and node.bodies and node.type.endswith("While"):
             _prune_loop(program, node)
         for _, body in getattr(node, "bodies", ()):
@@ -438,7 +437,7 @@ def _prune_loop(program: Program, node: Node) -> None:
             break
         kept |= new
     order = sorted(kept)
-    for i, output in enumerate(node.outputs):  # What is left takes the names of what goes.
+    for i, output in enumerate(node.outputs):  # Kept outputs take the names of removed ones.
         output.name = f"{node.name}:pruned:{i}"
     node.inputs, node.outputs = [node.inputs[i] for i in order], [node.outputs[i] for i in order]
     for place, output in enumerate(node.outputs):
@@ -450,6 +449,6 @@ def _prune_loop(program: Program, node: Node) -> None:
 
 
 def _used(program: Program, places: range | list[int]) -> set[str]:
-    """Returns the names of what some of the results, and the effects, of a program need."""
+    """Returns the names of tensors that some results, and the effects, of a program need."""
     results = [program.results[i] for i in places]
     return {x.name for node in live(program.nodes, results) for x in node.inputs} | {x.name for x in results}

@@ -1,7 +1,7 @@
-"""Small integer tensors by value: what a step computes of sizes, as numbers and multiples of the batch's rows.
+"""Values of small integer tensors that a step computes from sizes, as numbers and multiples of the batch's rows.
 
-An array of `Size` objects stands for such a tensor. Where the traced program works with the sizes of the global batch, a replica
-can then build its own part.
+Such a tensor is represented by an array of `Size` objects. From a global size in the traced program a replica can then compute the
+size of its own part.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfrep_strategy.partitioner.placements import Size, is_number, product
 
 _MOST = 256
-"""The most elements that are followed."""
+"""The largest number of elements that are tracked."""
 
 Sizes = Any
 """An array of `Size` objects."""
@@ -33,12 +33,12 @@ def array(values: Any) -> Sizes:
 
 
 def of_constant(value: np.ndarray) -> Sizes | None:
-    """Returns a constant as sizes; None if it is too large or no integers."""
+    """Returns a constant as sizes; None if it is too large, or not of integers."""
     return value.astype(object) if value.size <= _MOST and np.issubdtype(value.dtype, np.integer) else None
 
 
 def numbers(sizes: Sizes | None) -> Any:
-    """Returns sizes as integers if all are numbers."""
+    """Returns sizes as integers; None unless all are numbers."""
     if sizes is None or not all(is_number(v) for v in sizes.flat):
         return None
     return sizes.astype(np.int64)
@@ -188,9 +188,9 @@ def _broadcast(a: Sizes, b: Sizes) -> list[tuple[Size, Size]]:
 
 
 def broadcast_axes(operation: Any, a: Sizes, b: Sizes) -> list[Sizes] | None:
-    """Returns along which axes the gradients of two operands are summed; None unless it is known.
+    """Returns the axes along which the gradients of two operands are summed; None unless they are known.
 
-    An axis of the batch's rows is not among them, also where the batch happens to have one row: the sum over one row is the row.
+    The axis of the batch's rows is never among them, even if the batch has one row: the sum over one row is the row.
     """
     pairs = _broadcast(a, b)
     if any(x is None or y is None or (x != y and 1 not in (x, y)) for x, y in pairs):
@@ -252,11 +252,11 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def computed(operation: Any, inputs: Sequence[Sizes | None]) -> list[Sizes | None]:
-    """Returns what an operation computes of sizes, for each of its outputs; None where that is not known.
+    """Returns the sizes that an operation computes, for each of its outputs; None for unknown ones.
 
     Args:
-        operation: Of the traced graph.
-        inputs: The values of its inputs, as far as they are known.
+        operation: The operation of the traced graph.
+        inputs: The values of its inputs, as far as known.
     """
     unknown: list[Sizes | None] = [None] * len(operation.outputs)
     function = _FUNCTIONS.get(operation.type)

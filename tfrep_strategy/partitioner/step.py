@@ -1,4 +1,4 @@
-"""A traced step of one device, planned, and run by the replicas of a process."""
+"""A traced step of one device, which is planned, and run by the replicas of a process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-import tfrep_strategy.partitioner.rules  # noqa: F401  (registers them)
+import tfrep_strategy.partitioner.rules  # noqa: F401  (registers the rules)
 from tfrep_strategy.communicators.peers.reports import user_line
 from tfrep_strategy.partitioner.choice import can_be_cut, cheapest
 from tfrep_strategy.partitioner.emitter import Emitter, Transport
@@ -24,12 +24,12 @@ from tfrep_strategy.partitioner.values import OwnRows
 
 
 class Seen(NamedTuple):
-    """A tensor of the trace that each replica has.
+    """The observable values of a traced tensor on each replica.
 
     Attributes:
-        placement: How it is placed.
-        local: The place among the results of a replica of what it holds.
-        whole: The place of the whole that a replica got of it; None if nothing has asked for that.
+        placement: Its placement.
+        local: The index of the local tensor among the results of a replica.
+        whole: The index of the whole tensor that a replica received; None if it was not needed.
     """
 
     placement: Placement
@@ -39,12 +39,12 @@ class Seen(NamedTuple):
 
 @dataclasses.dataclass
 class Observed:
-    """What can be seen of a graph.
+    """The observable tensors of a graph.
 
     Attributes:
-        seen: By the name of a tensor.
-        own: The names of what each replica has a value of its own for, which one device does not have.
-        calls: By the name of an operation that calls a function: the function's graph, and what can be seen of it.
+        seen: The tensors, by name.
+        own: The names of tensors whose value differs between replicas, and that one device does not have.
+        calls: The graphs of called functions and their observable tensors, by the names of the calling operations.
     """
 
     seen: dict[str, Seen] = dataclasses.field(default_factory=dict)
@@ -53,14 +53,14 @@ class Observed:
 
 
 def observe(plan: Any, program: Program) -> tuple[Observed, list[Tensor]]:
-    """Finds the tensors of a trace that a program computes anyway: nothing is sent or computed to see them.
+    """Finds the traced tensors that a program computes anyway. Observing them sends and computes nothing.
 
     Args:
-        plan: The `Planner` of the trace, after it has run.
+        plan: The `Planner` of the trace, after its run.
         program: Its program, pruned.
 
     Returns:
-        What can be seen, and the tensors of the program that have to be returned for it.
+        The observable tensors, and the tensors of the program to return for them.
     """
     made = {x.name for node in live(program.nodes, program.results) for x in node.outputs}
     made.update(x.name for x in program.arguments)
@@ -89,22 +89,22 @@ def observe(plan: Any, program: Program) -> tuple[Observed, list[Tensor]]:
 
 
 def returning(program: Program, more: Sequence[Tensor]) -> Program:
-    """Returns a program that returns more of what it computes."""
+    """Returns a program that returns more of its tensors."""
     other = Program()
     other.arguments, other.nodes, other.results = program.arguments, program.nodes, [*program.results, *more]
     return other
 
 
 _OF_PROCESS = frozenset({"container", "debug_name", "shared_name", "token"})
-"""Attributes that name something of a process."""
+"""Attributes that refer to objects of a process."""
 
 
 class _Line(NamedTuple):
-    """A node of a program: what must be equal on all ranks, and the node.
+    """A node of a program, with texts that must be equal on all ranks.
 
     Attributes:
-        text: Of the operation, its attributes and constants.
-        wired: Of that, and of all that it is computed from.
+        text: The operation, its attributes and constants.
+        wired: A digest of this text, and of everything that the node is computed from.
         node: The node.
     """
 
@@ -114,7 +114,7 @@ class _Line(NamedTuple):
 
 
 def digest(program: Program) -> bytes:
-    """Returns what is equal for programs that compute the same, in whatever order they were traced."""
+    """Returns a digest that is equal for programs that compute the same, in whatever order they were traced."""
     found = hashlib.sha256()
     for wired in sorted(line.wired for line in _lines(program)):
         found.update(wired.encode() + b"\n")
@@ -122,11 +122,11 @@ def digest(program: Program) -> bytes:
 
 
 def lines(program: Program) -> list[tuple[str, str]]:
-    """Returns for each node of a program what must be equal on all ranks, and what to tell of it where it is not.
+    """Returns, for each node of a program, a text that must be equal on all ranks, and a description for an error if it is not.
 
-    What a program consists of comes first, then what each of it is computed from, in the order of the program.
+    The operations come first, then the operations with their inputs, in the order of the program.
     """
-    consists, computed, whose = [], [], ""  # What has no line of its own was added for what comes after it.
+    consists, computed, whose = [], [], ""  # A node without a line of the user was added for a node behind it.
     for text, wired, node in reversed(list(_lines(program))):
         told, traced = _told(node), getattr(node, "traced", None)
         if traced is not None:
@@ -140,12 +140,12 @@ def lines(program: Program) -> list[tuple[str, str]]:
 
 
 def line_of(operation: Any) -> str:
-    """Returns the line of the user's program that has made an operation of a trace."""
+    """Returns the line of the user's program that made a traced operation."""
     return user_line((frame.filename, frame.lineno) for frame in reversed(operation.traceback))
 
 
 def _lines(program: Program, inside: str = "") -> Iterator[_Line]:
-    """Yields what a program consists of. TensorFlow may trace parts of it in another order in each process."""
+    """Yields the nodes of a program. TensorFlow may trace parts of it in another order in each process."""
     wired: dict[int, str] = {}
     for node in live(program.nodes, program.results):
         text = f"{inside}{node.kind} {node.axis}" if isinstance(node, Collective) else f"{inside}{node.type} {_attributes(node)}"
@@ -163,7 +163,7 @@ def _lines(program: Program, inside: str = "") -> Iterator[_Line]:
 
 
 def _place(tensor: Any) -> int:
-    """Returns which output of its node a tensor is. Its name counts all nodes of the process."""
+    """Returns the index of a tensor among the outputs of its node. Its name depends on all nodes of the process."""
     return next(place for place, each in enumerate(tensor.node.outputs) if each is tensor)
 
 
@@ -188,14 +188,14 @@ def _told(node: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """What is given for an input of a traced step.
+    """An input of a traced step.
 
     Attributes:
-        placement: Of a batch, or of what a variable holds.
-        is_shared: Whether it is a variable of which all replicas of a process use one copy.
-        dims: Its global shape, if more is known than the trace tells.
+        placement: The placement of the batch, or of the value of a variable.
+        is_shared: Whether it is a variable with one copy for all replicas of a process.
+        dims: Its global shape, if more is known than in the trace.
         sizes: Its value, if it holds sizes: the shape, then all values.
-        is_whole: Whether each replica gets all rows, of a batch or of another tensor, and may take its own.
+        is_whole: Whether each replica gets all rows, and may take its own.
     """
 
     placement: Placement = REPLICATE
@@ -206,23 +206,23 @@ class Given:
 
 
 class PartitionedStep:
-    """A traced step of one device as a program that each replica runs.
+    """A traced step of one device, as a program that each replica runs.
 
     Args:
         graph: The traced step, a `FuncGraph`.
-        given: How each of its inputs is given.
-        local_replicas: How many replicas a process runs.
-        replicas: How many there are in all.
-        keeps_rows: Whether results that are rows of the batch stay on the replicas that have them.
-        compiled: Whether XLA compiles what lies between collectives.
-        is_observed: Whether a run also returns what each replica has of the tensors of the trace, behind the results.
+        given: A description of each of its inputs.
+        local_replicas: Number of replicas of a process.
+        replicas: Number of all replicas.
+        keeps_rows: Whether results that are rows of the batch stay sharded.
+        compiled: Whether XLA compiles the operations between collectives.
+        is_observed: Whether a run also returns the replicas' observable tensors, after the results.
 
     Attributes:
-        observed: Which of them.
-        local_replicas: How many replicas a process runs.
-        rows: How many rows the batch has, if the step was traced for a number of them. If nothing that is given has rows, those
-            are meant of which the step draws most numbers.
-        writes: Whether it writes a variable that it is given.
+        observed: The observable tensors.
+        local_replicas: Number of replicas of a process.
+        rows: Number of rows of the batch, if the step was traced for a number of them. If no input has rows, the number of rows
+            for which the step draws most random numbers.
+        writes: Whether it writes a variable among its inputs.
     """
 
     def __init__(
@@ -248,7 +248,7 @@ class PartitionedStep:
         self.writes = any(writes and handle.node is None and handle.name != "effects" for handle, writes in plan.accesses())
         self._placed = collections.Counter(type(value.placement).__name__ for value in plan.values.values())
         self.local_replicas = local_replicas
-        self.graph = graph  # With it, its functions would end.
+        self.graph = graph  # Keeps its functions alive.
         prune(program)
         self.observed, seen = observe(plan, program) if is_observed else (Observed(), [])
         self._emitter = Emitter(returning(program, seen), compiled)
@@ -256,29 +256,29 @@ class PartitionedStep:
 
     @property
     def asks_for_start(self) -> bool:
-        """Whether a replica has to know where its rows begin."""
+        """Whether a replica needs to know the start of its rows."""
         return self._emitter.needs(self.program.arguments[0])
 
     def named_in(self, text: str) -> list[Any]:
-        """Returns the traced operations for which the nodes stand that an error of TensorFlow names."""
+        """Returns the traced operations of the nodes that a TensorFlow error names."""
         names = set(re.findall(r"\{\{node ([^}]+)\}\}", text))
         return [node.traced for node in every_node(self.program) if node.name in names and node.traced is not None]
 
     @property
     def nodes(self) -> list[Any]:
-        """What a replica computes and sends, but for what nothing needs."""
+        """The nodes that a replica runs, without unneeded ones."""
         return live(self.program.nodes, self.program.results)
 
     def digest(self) -> bytes:
-        """Returns what is equal for programs that consist of the same operations and constants."""
+        """Returns a digest that is equal for programs that compute the same."""
         return digest(self.program)
 
     def lines(self) -> list[tuple[str, str]]:
-        """Returns for each node what must be equal on all ranks, and what to tell of it where it is not."""
+        """Returns, for each node, a text that must be equal on all ranks, and a description for an error if it is not."""
         return lines(self.program)
 
     def describe(self) -> list[str]:
-        """Says where its tensors are, and what replicas send, a line for each round of collectives."""
+        """Describes the placements of its tensors, and the communication, one round of collectives a line."""
         rounds: dict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)
         for each in self.nodes:
             if isinstance(each, Collective) and each.kind != "shared":
@@ -300,9 +300,9 @@ class PartitionedStep:
         """Runs the step on the replicas of this process.
 
         Args:
-            rows: Which rows each replica has.
-            inputs: What each replica gives for the inputs of the traced step.
-            transport: How the replicas talk.
+            rows: The rows of each replica.
+            inputs: The inputs of the traced step on each replica.
+            transport: The communication between the replicas.
 
         Returns:
             The results of each replica.
@@ -311,14 +311,14 @@ class PartitionedStep:
         return self._emitter.run(arguments, transport)
 
     def run_without_batch(self, replicas: Sequence[Any], inputs: Sequence[Sequence[Any]], transport: Transport) -> None:
-        """Does what a step does that needs nothing of a batch, such as counting steps.
+        """Runs the part of a step that does not depend on a batch, such as counting steps.
 
-        TensorFlow does so when a step finds no more data, since it stops what waits for data, and nothing else.
+        TensorFlow does the same when a step finds no more data: it stops only operations that wait for data.
 
         Args:
-            replicas: The number of each replica of this process.
-            inputs: As for `run`, with None for what belongs to the batch.
-            transport: How the replicas talk.
+            replicas: The id of each replica of this process.
+            inputs: As for `run`, with None for the inputs of the batch.
+            transport: The communication between the replicas.
         """
         given = [[None, None, None, number, *each] for number, each in zip(replicas, inputs, strict=True)]
         if self._without_batch is None:
@@ -328,7 +328,7 @@ class PartitionedStep:
 
 
 def _planned(graph: Any, given: Sequence[Given], local_replicas: int, replicas: int, beside: Sequence[int]) -> Planner:
-    """Plans a step, in which so many rows are cut beside those of the batch."""
+    """Plans a step in which tensors of these numbers of rows are sharded beside the batch."""
     program = Program()
     plan = Planner(program, OwnRows(*(program.argument(tf.int32, []) for _ in range(4))), local_replicas)
     locals_ = [program.argument(tensor.dtype) for tensor in graph.inputs]
@@ -355,7 +355,7 @@ def _planned(graph: Any, given: Sequence[Given], local_replicas: int, replicas: 
 
 
 def _size(tensor: Any) -> str:
-    """Says how large a tensor is that is sent, or how large each of its rows."""
+    """Describes the size of a tensor that is sent, or the size of each of its rows."""
     if tensor.shape.rank is None:
         return "unknown size"
     known = [size for size in tensor.shape if size is not None]

@@ -1,4 +1,4 @@
-"""What the program of a replica has for the tensors of a traced graph, and how a placement becomes another one."""
+"""The tensors that the program of a replica has for those of a traced graph, and conversions between placements."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from tfrep_strategy.partitioner.program import Program, Tensor
 
 @dataclasses.dataclass(frozen=True)
 class OwnRows:
-    """Which rows of the global batch a replica has: int32 scalars, or the arguments of its program that stand for them.
+    """A replica's rows of the global batch: int32 scalars, or the arguments of its program for them.
 
     Attributes:
-        start: The number of its first row.
-        count: How many it has.
-        total: How many all replicas have.
-        replica: The number of the replica.
+        start: The index of its first row.
+        count: Number of its rows.
+        total: Number of rows of all replicas.
+        replica: The replica id.
     """
 
     start: Any
@@ -46,18 +46,18 @@ class OwnRows:
 _numbers = itertools.count(1)
 
 NUMBER, LENGTH = "number", "length"
-"""What an element may be for a loop over rows: the number of a row among a replica's, or how many rows the replica has."""
+"""Roles of elements in a loop over rows: the number of a row among a replica's rows, or the number of a replica's rows."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Elements:
-    """What is known of each element of a list.
+    """The knowledge about each element of a list.
 
     Attributes:
         dtype: Its dtype.
-        dims: Its global shape, as far as it is known.
+        dims: Its global shape, as far as known.
         sizes: Its value, if it holds sizes.
-        elements: If it is a list: of the elements of that.
+        elements: If it is a list: the knowledge about its elements.
         role: `NUMBER` or `LENGTH`; None for other tensors.
     """
 
@@ -70,13 +70,13 @@ class Elements:
 
 @dataclasses.dataclass
 class Value:
-    """What the program has for a tensor of the traced graph.
+    """The program's counterpart of a tensor of the traced graph.
 
     Attributes:
-        placement: Of the handle of a variable, that of what the variable holds.
+        placement: Its placement; for the handle of a variable, the placement of the variable's value.
         local: The tensor of the program.
-        is_shared: Of a handle: whether all replicas of the process have this one variable.
-        elements: Of a list: what is known of its elements.
+        is_shared: For a handle: whether all replicas of the process share the variable.
+        elements: For a list: the knowledge about its elements.
     """
 
     placement: Placement
@@ -86,29 +86,29 @@ class Value:
 
 
 class Values:
-    """What rules ask about the tensors of a traced graph.
+    """Queries of rules about the tensors of a traced graph.
 
     Args:
         program: The program, to which nodes are added.
-        rows: Its arguments.
+        rows: Its arguments for the rows.
     """
 
     def __init__(self, program: Program, rows: OwnRows) -> None:
         self.program, self.rows = program, rows
         self.chosen: dict[int, OwnRows] = {}
-        """Rows that are not those of the batch, by their number in placements."""
+        """Rows other than those of the batch, by their number in placements."""
         self.values: dict[str, Value] = {}
         self.whole: dict[str, Tensor] = {}
-        """The whole of tensors that are placed otherwise, where something has asked for it."""
+        """The whole of sharded or partial tensors, if it was needed."""
         self.sizes: dict[str, by_value.Sizes | None] = {}
         self.known_dims: dict[str, list[Size]] = {}
         self.traced_rows: int | None = None
-        """The number of rows in the trace, if it was traced for one."""
+        """The number of rows in the trace, if it has a fixed one."""
 
-    # What rules ask.
+    # Queries.
 
     def value(self, tensor: Any) -> Value:
-        """Returns what the program has for a tensor."""
+        """Returns the program's counterpart of a tensor."""
         return self.values[tensor.name]
 
     def placement(self, tensor: Any) -> Placement:
@@ -116,11 +116,11 @@ class Values:
         return self.values[tensor.name].placement
 
     def local(self, tensor: Any) -> Tensor:
-        """Returns what a replica holds of a tensor, as it is placed."""
+        """Returns the local tensor of a replica."""
         return self.values[tensor.name].local
 
     def sizes_of(self, tensor: Any) -> by_value.Sizes | None:
-        """Returns what is known of the value of a tensor of sizes."""
+        """Returns the known value of a tensor of sizes."""
         return self.sizes.get(tensor.name)
 
     def number(self, tensor: Any) -> int | None:
@@ -134,7 +134,7 @@ class Values:
         return None if found is None else [int(x) for x in found.ravel()]
 
     def note_sizes(self, tensor: Any, sizes: tuple[Any, ...] | None) -> None:
-        """Notes the value of a tensor of sizes.
+        """Records the value of a tensor of sizes.
 
         Args:
             tensor: The tensor.
@@ -145,7 +145,7 @@ class Values:
             self.sizes[tensor.name] = by_value.array(values).reshape(shape)
 
     def dims(self, tensor: Any) -> list[Size] | None:
-        """Returns the global shape of a tensor as far as it is known; None if its rank is unknown, or it is a list or a handle."""
+        """Returns the global shape of a tensor as far as known; None if its rank is unknown, or it is a list or a handle."""
         if tensor.dtype in (tf.variant, tf.resource):
             return None
         dims: list[Size] | None = self.known_dims.get(tensor.name)
@@ -164,21 +164,21 @@ class Values:
         return None if dims is None else len(dims)
 
     def have_rows(self, tensor: Any, shard: Shard, like: Any = None) -> bool:
-        """Returns whether an axis of a tensor is known to have the size of a shard's.
+        """Returns whether an axis of a tensor is known to have the size of a shard's axis.
 
         Args:
-            tensor: Its axis `shard.axis` is asked.
+            tensor: The tensor; its axis is `shard.axis`.
             shard: The shard.
-            like: The size that the sharded axis has in the traced graph.
+            like: The size of the sharded axis in the traced graph.
         """
         dims = self.dims(tensor)
         size = None if dims is None or shard.axis >= len(dims) else dims[shard.axis]
         return size == shard.size or (is_number(size) and size == like)
 
-    # Other placements.
+    # Conversions between placements.
 
     def replicated(self, tensor: Any, sum_as: str = "sum") -> Tensor:
-        """Returns the whole of a tensor, which may take a collective.
+        """Returns the whole of a tensor. This may take a collective.
 
         Args:
             tensor: The tensor.
@@ -197,12 +197,12 @@ class Values:
             )
         if tensor.name not in self.whole:
             self.whole[tensor.name] = self._whole(tensor, value, sum_as)
-        if isinstance(value.placement, Partial):  # Nobody needs the addends any more.
+        if isinstance(value.placement, Partial):  # The addends are not needed any more.
             self.values[tensor.name] = dataclasses.replace(value, placement=REPLICATE, local=self.whole[tensor.name])
         return self.whole[tensor.name]
 
     def agreed(self, tensor: Any, sum_as: str = "sum") -> Tensor:
-        """Returns the whole of a tensor, with the same bits on all ranks: those of replica 0 where ranks may have computed others.
+        """Returns the whole of a tensor, with the same bits on all ranks: replica 0's if ranks may have computed different ones.
 
         Args:
             tensor: The tensor.
@@ -233,14 +233,14 @@ class Values:
         return whole
 
     def _whole_list(self, value: Value) -> Tensor:
-        """Sends the elements of a list at once."""
+        """Replicates the elements of a list with one collective."""
         assert value.elements is not None
         dims = value.elements.dims
-        if dims is None or None in dims:  # Or they are lists.
+        if dims is None or None in dims:  # Or the elements are lists.
             hint = "nothing has to be done: replicas run such steps."
             raise CannotPartitionError(message("A list whose elements may have several shapes is wanted whole.", hint))
         add, placement = self.program.add, value.placement
-        if value.elements.role is not None:  # Those of a replica are about its own rows.
+        if value.elements.role is not None:  # The elements of a replica refer to its own rows.
             total = self.rows.total
             whole = add("Range", 0, total, 1) if value.elements.role == NUMBER else add("Fill", add("Pack", [total], axis=0), total)
             return add("TensorListFromTensor", self.as_dtype(whole, value.elements.dtype), -1)
@@ -264,14 +264,14 @@ class Values:
         return add("TensorListFromTensor", whole, -1)
 
     def element_shape(self, dims: Any, placement: Placement) -> Any:
-        """Returns the shape that elements of a list are known to have on each replica, as a list op takes it: -1 is any size."""
+        """Returns the shape of a list's elements that all replicas share, in the form of a list operation: -1 is any size."""
         if dims is None:
             return -1
         axis = placement.axis if isinstance(placement, Shard) else None
         return [d if is_number(d) and i != axis and d != self.traced_rows else -1 for i, d in enumerate(dims)]
 
     def to(self, tensor: Any, placement: Placement) -> Tensor:
-        """Returns what a replica holds of a tensor that is placed otherwise."""
+        """Returns the local tensor for another placement."""
         if placement == self.placement(tensor) or isinstance(self.placement(tensor), Vacant):
             return self.local(tensor)
         if isinstance(placement, Shard):
@@ -279,7 +279,7 @@ class Values:
         return self.partial(tensor) if isinstance(placement, Partial) else self.replicated(tensor)
 
     def can_be(self, tensor: Any, placement: Placement) -> bool:
-        """Returns whether a tensor can have a placement without that replicas send anything."""
+        """Returns whether a tensor can have a placement without communication."""
         own = self.placement(tensor)
         if own == placement or isinstance(own, Vacant):
             return True
@@ -291,7 +291,7 @@ class Values:
         return isinstance(placement, Partial)
 
     def _from_sum(self, tensor: Any, value: Value, sum_as: str) -> Tensor | None:
-        """Computes the whole of a tensor from its only operand that is a sum, which may be wanted whole by others, too."""
+        """Computes the whole of a tensor from its only partial operand, which others may need whole as well."""
         operation = tensor.op
         if not isinstance(value.placement, Partial) or operation.type not in _KEEP_SUMS:
             return None
@@ -307,7 +307,7 @@ class Values:
         return self.program.copy_of(operation, [self.replicated(x) for x in operation.inputs]).outputs[0]
 
     def _from_whole_inputs(self, tensor: Any) -> Tensor | None:
-        """Computes the whole of a tensor from inputs whose whole is there, which saves a collective."""
+        """Computes the whole of a tensor from inputs that are already whole, which saves a collective."""
         operation = tensor.op
         if operation.type not in _CHEAP or len(operation.outputs) != 1:
             return None
@@ -320,7 +320,7 @@ class Values:
         return self.program.copy_of(operation, inputs).outputs[0]
 
     def sharded(self, tensor: Any, shard: Shard) -> Tensor:
-        """Returns the own rows of a tensor; a whole one is cut."""
+        """Returns the own rows of a tensor. A whole tensor is cut."""
         value = self.value(tensor)
         if value.placement == shard:
             return value.local
@@ -334,7 +334,7 @@ class Values:
         return self.program.add("Slice", whole, first, size)
 
     def partial(self, tensor: Any) -> Tensor:
-        """Returns an addend of a tensor; of a whole one replica 0 has all, and the others have zeros."""
+        """Returns an addend of a tensor. For a whole tensor, replica 0 has the value, and the others have zeros."""
         if isinstance(self.placement(tensor), Partial):
             return self.local(tensor)
         return self.counted_once(self.replicated(tensor))
@@ -346,38 +346,38 @@ class Values:
         return add("SelectV2", is_first, whole, add("ZerosLike", whole))
 
     def elements(self, of: Shard | Rows) -> OwnRows:
-        """Returns which elements of an axis that has rows a replica has."""
+        """Returns a replica's elements of an axis that has rows."""
         rows = self.chosen[of.rows] if of.rows else self.rows
         start, count, total = (self.times(x, of.per_row) for x in (rows.start, rows.count, rows.total))
         return OwnRows(start, count, total, rows.replica)
 
     def put_rows(self, own: OwnRows) -> Rows:
-        """Gives rows that are not those of the batch a number."""
+        """Gives a number to rows other than those of the batch."""
         rows = Rows(1, next(_numbers))
         self.chosen[rows.rows] = own
         return rows
 
     def times(self, size: Tensor, factor: int) -> Tensor:
-        """Returns a size, multiplied."""
+        """Returns a size multiplied by a factor."""
         return size if factor == 1 else self.program.add("Mul", size, factor)
 
     def vector(self, rank: int, place: int, others: int, value: Tensor, dtype: tf.DType = tf.int32) -> Tensor:
-        """Returns a vector that has a value in one place, and one number in all others."""
+        """Returns a vector with a value at one index, and a number at all others."""
         value = self.as_dtype(value, dtype)
         values = [value if i == place else self.program.constant(others, dtype) for i in range(rank)]
         return self.program.add("Pack", values, axis=0)
 
     def as_dtype(self, tensor: Tensor, dtype: tf.DType) -> Tensor:
-        """Returns integers as another dtype."""
+        """Converts integers to another dtype."""
         return tensor if tensor.dtype == dtype else self.program.add("Cast", tensor, DstT=dtype)
 
     def own_sizes(self, sizes: Any, shard: Shard, is_filled: bool = False) -> Tensor:
-        """Returns a vector of global sizes with a replica's own size in one place.
+        """Returns a vector of global sizes, with the replica's own size at one index.
 
         Args:
-            sizes: int32 or int64 vector of the traced graph, whose length is known.
-            shard: Its axis is the place of the own size.
-            is_filled: Whether a row of zeros stands for no rows.
+            sizes: int32 or int64 vector of the traced graph, of known length.
+            shard: Its axis is the index of the own size.
+            is_filled: Whether a row of zeros replaces no rows.
         """
         whole, length = self.replicated(sizes), self.length(sizes)
         assert length is not None
@@ -400,7 +400,7 @@ class Values:
         return vector.shape[0] if vector.shape.rank == 1 else None
 
     def row_place(self, sizes: Any) -> Shard | None:
-        """Returns the placement of what has rows where a vector of sizes has them; None if it has not."""
+        """Returns the placement of a tensor whose shape is this vector; None if the shape has no rows."""
         known = self.sizes_of(sizes)
         if known is None or known.ndim != 1:
             return None
@@ -411,10 +411,10 @@ class Values:
 _ONLY_RESHAPED = frozenset({"ExpandDims", "Reshape", "Squeeze"})
 
 _KEEP_SUMS = _ONLY_RESHAPED | {"Add", "AddV2", "DivNoNan", "Identity", "IdentityN", "Mul", "Neg", "RealDiv", "Sub"}
-"""What is linear in a sum, and costs as much to send as that."""
+"""Operations that are linear in a partial operand, and whose result costs as much to send."""
 
 _CHEAP = frozenset({
     "AddN", "AddV2", "Cast", "Exp", "ExpandDims", "Fill", "Identity", "Mul", "Neg", "OneHot", "PreventGradient", "Range", "RealDiv",
     "Relu", "Reshape", "Rsqrt", "Sigmoid", "Sqrt", "Square", "Squeeze", "StopGradient", "StridedSlice", "Sub", "Tanh", "Transpose",
 })  # fmt: skip
-"""What costs less to compute again than to send."""
+"""Operations that cost less to repeat than to send their result."""

@@ -1,4 +1,4 @@
-"""What becomes of each operation: which placements it takes, and which it gives."""
+"""The rules of operations: the placements that they take and give."""
 
 from tfrep_strategy.partitioner.rules import (
     all_rows,  # noqa: F401

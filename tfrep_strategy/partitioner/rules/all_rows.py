@@ -1,6 +1,6 @@
-"""Operations that every replica computes for all rows, on purpose; some have results with these rows again.
+"""Operations that every replica computes for all rows on purpose. Some of their results are sharded again.
 
-So it is with dense rows of ragged and sparse ones, and with what mixes rows and gives one for each.
+Examples are ragged and sparse rows that become dense, and operations that mix rows and return one for each.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ ON_PURPOSE.update(
     "ReverseV2", "Roll", "Softmax",
 )  # fmt: skip
 def as_many_as_before(plan: Planner, operation: Any) -> Size:
-    """The result has the shape of the first input."""
+    """Returns the leading size of the first input, which has the shape of the result."""
     dims = plan.dims(operation.inputs[0])
     return dims[0] if dims else None
 
 
 @leading("RaggedTensorToTensor")
 def rows_of_ragged(plan: Planner, operation: Any) -> Size:
-    """The number of rows is that of the first row partition."""
+    """Returns the number of rows in the first row partition."""
     first = operation.inputs[3]
     kind = operation.get_attr("row_partition_types")[0]
     if kind == b"ROW_SPLITS":
@@ -50,13 +50,13 @@ def rows_of_ragged(plan: Planner, operation: Any) -> Size:
 
 @leading("UnsortedSegmentMax", "UnsortedSegmentMin", "UnsortedSegmentProd", "UnsortedSegmentSum")
 def rows_of_segments(plan: Planner, operation: Any) -> Size:
-    """There is a row for each segment."""
+    """Returns the number of segments."""
     return _only(plan, operation.inputs[2])
 
 
 @leading("SparseToDense", "SparseTensorDenseMatMul")
 def rows_of_sparse(plan: Planner, operation: Any) -> Size:
-    """The shape of the sparse tensor tells."""
+    """Returns the leading size of the sparse tensor's shape."""
     is_product = operation.type == "SparseTensorDenseMatMul"
     if is_product and operation.get_attr("adjoint_a"):
         return None

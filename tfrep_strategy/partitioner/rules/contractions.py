@@ -1,6 +1,6 @@
 """Products that sum over common axes, and operations on the last axes of tensors, such as linear algebra and Fourier transforms.
 
-Sharded along an axis that is kept, the result is sharded; along one that is summed, it is a sum.
+If operands are sharded along an axis that is kept, the result is sharded; along one that is summed, it is partial.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TO_FILTER = ("Conv2DBackpropFilter", "Conv3DBackpropFilterV2", "DepthwiseConv2d
 _MATRICES = ("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3")
 
 CONTRACTIONS = frozenset({"MatMul", "Einsum", *_MATRICES, *_CONVOLUTIONS, *_TO_PICTURES, *_TO_FILTER})
-"""What sums over common axes."""
+"""Operations that sum over common axes."""
 
 
 def contract(plan: Planner, operation: Any, labels: Sequence[str], result: str, broadcast: str = "") -> None:
@@ -27,10 +27,10 @@ def contract(plan: Planner, operation: Any, labels: Sequence[str], result: str, 
 
     Args:
         plan: The planner.
-        operation: Its first inputs are the operands; others are taken whole.
-        labels: A letter for each axis of each operand. Axes of one letter have one size.
+        operation: The operation. Its first inputs are the operands; others are replicated.
+        labels: A letter for each axis of each operand. Axes with the same letter have the same size.
         result: The letters of the result.
-        broadcast: The letters of axes that may have size 1 beside another size.
+        broadcast: The letters of axes that may be broadcast.
     """
     operands, others = list(operation.inputs)[: len(labels)], list(operation.inputs)[len(labels) :]
     placements = [plan.placement(x) for x in operands]
@@ -74,9 +74,9 @@ def contract(plan: Planner, operation: Any, labels: Sequence[str], result: str, 
 
 
 def _chosen(plan: Planner, operands: Sequence[Any], placements: Sequence[Placement], labels: Sequence[str]) -> Any:
-    """Returns the label of the axis that stays sharded, the rows along it, and its size in the traced graph.
+    """Returns the label of the axis that stays sharded, its rows, and its size in the traced graph.
 
-    Operands that are sharded along different axes, as in a contrastive loss, cannot all stay: the largest one does.
+    If operands are sharded along different axes, as in a contrastive loss, only the largest one stays sharded.
     """
     sharded = []
     for x, placement, axes in zip(operands, placements, labels, strict=True):
@@ -96,7 +96,7 @@ def _shrinks(plan: Planner, operand: Any, result: Any) -> bool:
 
 @rule("MatMul")
 def matmul(plan: Planner, operation: Any) -> None:
-    """A product of two matrices."""
+    """Plans a product of two matrices."""
     first = "km" if operation.get_attr("transpose_a") else "mk"
     second = "nk" if operation.get_attr("transpose_b") else "kn"
     contract(plan, operation, [first, second], "mn")
@@ -104,7 +104,7 @@ def matmul(plan: Planner, operation: Any) -> None:
 
 @rule(*_MATRICES)
 def batch_matmul(plan: Planner, operation: Any) -> None:
-    """Products of matrices, whose other axes are broadcast."""
+    """Plans products of matrices whose other axes are broadcast."""
     ranks = [rank for x in operation.inputs if (rank := plan.rank(x)) is not None]
     if len(ranks) < 2:
         plan.replicate(operation)
@@ -118,7 +118,7 @@ def batch_matmul(plan: Planner, operation: Any) -> None:
 
 @rule("Einsum")
 def einsum(plan: Planner, operation: Any) -> None:
-    """Einstein's notation; broadcast axes are not followed."""
+    """Plans an `Einsum` without broadcast axes."""
     operands, result = operation.get_attr("equation").decode().split("->")
     labels = operands.split(",")
     if "." in operands or any(len(set(each)) < len(each) for each in [*labels, result]):
@@ -128,7 +128,7 @@ def einsum(plan: Planner, operation: Any) -> None:
 
 
 def _image_axes(operation: Any, spatial: int) -> tuple[str, str]:
-    """Returns the labels of the pictures that go in, and of those that come out; the axes of a picture are summed in between."""
+    """Returns the labels of the images before and after a convolution, which sums over the axes of an image."""
     data_format = operation.get_attr("data_format").decode()
     inner, outer = string.ascii_lowercase[:spatial], string.ascii_lowercase[spatial : 2 * spatial]
     if data_format.startswith("NC"):
@@ -137,13 +137,13 @@ def _image_axes(operation: Any, spatial: int) -> tuple[str, str]:
 
 
 def _only_rows(plan: Planner, tensors: Sequence[Any]) -> bool:
-    """Returns whether tensors are sharded along axis 0 alone, if at all."""
+    """Returns whether tensors are sharded along axis 0 only, if at all."""
     return all(not isinstance(p, Shard) or p.axis == 0 for p in map(plan.placement, tensors))
 
 
 @rule(*_CONVOLUTIONS)
 def convolution(plan: Planner, operation: Any) -> None:
-    """Pictures with a filter."""
+    """Plans the convolution of images with a filter."""
     pictures, weights = operation.inputs
     if not _only_rows(plan, [pictures]) or isinstance(plan.placement(weights), Shard):
         plan.replicate(operation)
@@ -158,13 +158,13 @@ def convolution(plan: Planner, operation: Any) -> None:
 
 @rule(*_TO_PICTURES)
 def convolution_to_pictures(plan: Planner, operation: Any) -> None:
-    """The gradient for the pictures, or a transposed convolution. Its first input are the sizes of the result."""
+    """Plans the gradient for the images, or a transposed convolution. The first input is the shape of the result."""
     sizes, weights, gradient = operation.inputs
     placement = plan.placement(gradient)
     if not isinstance(placement, Shard) or placement.axis or not sizes.shape.rank:
         plan.replicate(operation)
         return
-    if plan.length(sizes) == 2:  # Without rows and channels.
+    if plan.length(sizes) == 2:  # The shape lacks rows and channels.
         own = plan.replicated(sizes)
     else:
         own = plan.own_sizes(sizes, placement, is_filled=True)
@@ -173,7 +173,7 @@ def convolution_to_pictures(plan: Planner, operation: Any) -> None:
 
 @rule(*_TO_FILTER)
 def convolution_to_filter(plan: Planner, operation: Any) -> None:
-    """The gradient for the filter is summed over the pictures."""
+    """Plans the gradient for the filter, which is summed over the images."""
     pictures, sizes, gradient = operation.inputs
     shards = {p for p in (plan.placement(pictures), plan.placement(gradient)) if isinstance(p, Shard)}
     shard = shards.pop() if len(shards) == 1 else None
@@ -191,15 +191,15 @@ _INNER = {
     "MatrixDiagV3": 1, "MatrixInverse": 2, "MatrixSolve": 2, "MatrixTriangularSolve": 2, "Qr": 2,
     "RFFT": 1, "RFFT2D": 2, "SelfAdjointEigV2": 2, "Svd": 2,
 }  # fmt: skip
-"""How many of the last axes an operation works on."""
+"""The number of last axes that an operation works on."""
 
 _SEVERAL = ("Cross", "MatrixSolve", "MatrixTriangularSolve")
-"""The other axes of their two operands are the same, or broadcast against each other."""
+"""Operations with two operands whose other axes are equal or broadcast."""
 
 
 @rule(*_INNER)
 def of_last_axes(plan: Planner, operation: Any) -> None:
-    """Rows stay rows where they are in none of the axes that the operation works on."""
+    """Keeps rows sharded if the operation does not work on their axis."""
     operands = list(operation.inputs[: 2 if operation.type in _SEVERAL else 1])
     for x in operands:
         if isinstance(plan.placement(x), Partial):
@@ -216,7 +216,7 @@ def of_last_axes(plan: Planner, operation: Any) -> None:
 
 @rule("MatrixSetDiagV3")
 def set_diagonal(plan: Planner, operation: Any) -> None:
-    """Matrices and their diagonals are in the same rows."""
+    """Keeps matrices and their diagonals sharded along the same rows."""
     x, diagonal, which = operation.inputs
     shards = {p for p in map(plan.placement, (x, diagonal)) if isinstance(p, Shard)}
     shard, rank = shards.pop() if len(shards) == 1 else None, plan.rank(x)
@@ -228,7 +228,7 @@ def set_diagonal(plan: Planner, operation: Any) -> None:
 
 @rule("LookupTableFindV2")
 def lookup(plan: Planner, operation: Any) -> None:
-    """Each element is looked up by itself, in the table of the process."""
+    """Looks up each element independently, in the table of the process."""
     table, keys, default = operation.inputs
     placement = plan.placement(keys)
     if not isinstance(placement, Shard) or not isinstance(plan.placement(table), Replicate):
@@ -240,7 +240,7 @@ def lookup(plan: Planner, operation: Any) -> None:
 
 @rule("LowerBound", "UpperBound")
 def bound(plan: Planner, operation: Any) -> None:
-    """Each value is looked up among the sorted numbers of its row; where there is one row of these, also values are cut."""
+    """Looks up each value in the sorted numbers of its row. If these have one row, the values may be sharded along it."""
     among, values = operation.inputs
     shard = plan.placement(values)
     if shard == Shard(0) and plan.placement(among) == shard:
@@ -255,7 +255,7 @@ def bound(plan: Planner, operation: Any) -> None:
 
 @rule("DenseBincount")
 def counts(plan: Planner, operation: Any) -> None:
-    """The elements of each row are counted; of a vector, those of all rows."""
+    """Counts the elements of each row; for a vector, the elements of all rows."""
     x, size, weights = operation.inputs
     placement, of_weights, rank = plan.placement(x), plan.placement(weights), plan.rank(x)
     is_none = weights.shape.num_elements() == 0

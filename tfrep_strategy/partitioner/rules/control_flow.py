@@ -1,4 +1,4 @@
-"""Branches and loops: their bodies are programs of their own, planned with the placements of what they are given."""
+"""Branches and loops. Their bodies are separate programs, planned with the placements of their inputs."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from tfrep_strategy.partitioner.rules.row_loops import origin, over_rows
 from tfrep_strategy.partitioner.values import Elements, OwnRows
 
 ROWS = 4
-"""How many arguments of a body say which rows a replica has. They come first."""
+"""The number of arguments of a body that describe a replica's rows. They come first."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """What a body gets for one of its inputs.
+    """The knowledge about an input of a body.
 
     Attributes:
-        placement: How it is placed.
-        dims: Its global shape, as far as it is known.
-        sizes: Its value, if it holds sizes: the shape, then all values.
-        elements: If it is a list: what is known of its elements.
-        is_shared: If it is a variable: whether all replicas of the process have this one.
-        has_whole: Whether the body gets its whole, too.
-        varies: Whether ranks may have computed other bits of it.
+        placement: Its placement.
+        dims: Its global shape, as far as known.
+        sizes: For a tensor of sizes: its shape, then all values.
+        elements: For a list: the knowledge about its elements.
+        is_shared: For a variable: whether all replicas of the process share it.
+        has_whole: Whether the body gets the whole tensor as well.
+        varies: Whether ranks may have computed different bits of it.
     """
 
     placement: Placement
@@ -57,7 +57,7 @@ class Entry:
 
 
 def entry(plan: Planner, tensor: Any, has_whole: bool = False) -> Entry:
-    """Returns what is known of a tensor. Rows that data have chosen are taken whole into a body, and out of it."""
+    """Returns the knowledge about a tensor. Rows that data have chosen enter and leave a body as whole tensors."""
     value, sizes, dims = plan.value(tensor), plan.sizes_of(tensor), plan.dims(tensor)
     placement = REPLICATE if isinstance(value.placement, Shard) and value.placement.rows else value.placement
     held = None if sizes is None else (sizes.shape, *map(_known_inside, sizes.ravel()))
@@ -67,7 +67,7 @@ def entry(plan: Planner, tensor: Any, has_whole: bool = False) -> Entry:
 
 
 def result(plan: Planner, tensor: Any) -> Entry:
-    """Returns what is known of a result of a body, outside of it. Rows of a batch that begins in the body are whole there."""
+    """Returns the knowledge about a result of a body, outside it. Rows of a batch that begins in the body are whole outside."""
     known = entry(plan, tensor)
     if not plan.has_own_batch:
         return known
@@ -90,7 +90,7 @@ def _known_inside(size: Size) -> Size:
 
 
 def put_entry(plan: Planner, tensor: Any, known: Entry, local: Tensor) -> None:
-    """Gives a tensor a value of which that is known."""
+    """Gives a tensor a local value, with the knowledge of an entry."""
     local.varies = known.varies
     plan.put(tensor, known.placement, local, is_shared=known.is_shared, elements=known.elements)
     plan.note_sizes(tensor, known.sizes)
@@ -99,14 +99,14 @@ def put_entry(plan: Planner, tensor: Any, known: Entry, local: Tensor) -> None:
 
 
 def planned(plan: Planner, graph: Any, entries: Sequence[Entry]) -> Planner:
-    """Plans a body as a program of its own.
+    """Plans a body as a separate program.
 
-    Its arguments are those that say which rows a replica has, its inputs, and the wholes of inputs.
+    Its arguments are those for a replica's rows, its inputs, and the whole tensors of inputs.
 
     Args:
-        plan: That of the program in which the body is.
+        plan: The plan of the surrounding program.
         graph: The traced body.
-        entries: What it gets.
+        entries: The knowledge about its inputs.
     """
     program = Program()
     rows = OwnRows(*(program.argument(tf.int32, []) for _ in range(ROWS)))
@@ -122,18 +122,18 @@ def planned(plan: Planner, graph: Any, entries: Sequence[Entry]) -> Planner:
 
 
 def arguments(plan: Planner, locals_: Sequence[Tensor], wholes: Sequence[Tensor]) -> list[Tensor]:
-    """Returns what a body's program gets for its arguments."""
+    """Returns the arguments for the program of a body."""
     rows = plan.rows
     return [rows.start, rows.count, rows.total, rows.replica, *locals_, *wholes]
 
 
 def note_effects(plan: Planner, node: Node, given: Sequence[Tensor], inner: Sequence[Planner]) -> None:
-    """Orders a loop, or branches, among all that use the variables that their bodies use.
+    """Orders a loop, or branches, among all nodes that use the variables of their bodies.
 
     Args:
-        plan: That of the program in which the node is.
+        plan: The plan of the surrounding program.
         node: The loop or the branches.
-        given: What the bodies' programs get for their arguments.
+        given: The arguments of the bodies' programs.
         inner: The plans of the bodies.
     """
     used: dict[str, tuple[Tensor, bool]] = {}
@@ -151,7 +151,7 @@ def note_effects(plan: Planner, node: Node, given: Sequence[Tensor], inner: Sequ
 @rule("If", "StatelessIf", "Case", "StatelessCase")
 @always
 def branches(plan: Planner, operation: Any) -> None:
-    """Each branch is planned; a result is placed as both can give it."""
+    """Plans each branch. A result gets a placement that all branches can give."""
     is_if = operation.type.endswith("If")
     names = ["then_branch", "else_branch"] if is_if else ["branches"] * len(operation.get_attr("branches"))
     called = [operation.get_attr(name) for name in names] if is_if else operation.get_attr("branches")
@@ -192,13 +192,13 @@ def branches(plan: Planner, operation: Any) -> None:
 
 
 def _before_each_takes_its_own(plan: Planner, given: Sequence[Any]) -> tuple[list[Entry], list[Tensor]]:
-    """Sends all that replicas want whole, before each of them takes a branch of its own, in which nobody talks."""
+    """Replicates all inputs before each replica takes its own branch, which cannot have collectives."""
     locals_ = [plan.local(x) if isinstance(plan.placement(x), Own) or x.dtype == tf.resource else plan.replicated(x) for x in given]
     return [dataclasses.replace(entry(plan, x), placement=OWN) for x in given], locals_
 
 
 def _planned(plan: Planner, given: Sequence[Any], graphs: Sequence[Any]) -> tuple[list[Entry], list[Planner]]:
-    """Plans each branch. What all of them want whole is sent before; what one of them sends besides is sent if it is taken."""
+    """Plans each branch. Tensors that all branches need whole are sent before; others are sent in the branch that needs them."""
     wanted: set[int] = set()
     while True:
         entries = [entry(plan, x, i in wanted or x.name in plan.whole) for i, x in enumerate(given)]
@@ -218,7 +218,7 @@ def _planned(plan: Planner, given: Sequence[Any], graphs: Sequence[Any]) -> tupl
 
 
 def _either(bodies: Sequence[Planner], outs: Sequence[Any]) -> Entry:
-    """Returns what is known of a result, and the placement that every branch can give it."""
+    """Returns the common knowledge about a result, and a placement that every branch can give."""
     known = [result(body, tensor) for body, tensor in zip(bodies, outs, strict=True)]
     either = functools.reduce(
         lambda a, b: Entry(
@@ -230,7 +230,7 @@ def _either(bodies: Sequence[Planner], outs: Sequence[Any]) -> Entry:
         ),
         known,
     )
-    # A branch sends the rows of what has another number of dimensions in another one.
+    # A branch sends the rows of a result whose rank differs in another branch.
     can_be_sent = not isinstance(either.placement, Shard) or either.dims is not None or outs[0].dtype == tf.variant
     if can_be_sent and all(body.can_be(tensor, either.placement) for body, tensor in zip(bodies, outs, strict=True)):
         return either
@@ -240,9 +240,9 @@ def _either(bodies: Sequence[Planner], outs: Sequence[Any]) -> Entry:
 @rule("While", "StatelessWhile")
 @always
 def loop(plan: Planner, operation: Any) -> None:
-    """What a loop carries is placed as its body gives it. All replicas make the same number of rounds.
+    """Plans a loop. Carried values get the placements that the body gives. All replicas make the same number of rounds.
 
-    What does not change, and is wanted whole, is sent before the loop.
+    Values that do not change, and are needed whole, are sent before the loop.
     """
     test, body = (plan.function(operation, operation.get_attr(name).name) for name in ("cond", "body"))
     if test is None or body is None:
@@ -253,7 +253,7 @@ def loop(plan: Planner, operation: Any) -> None:
     for x in operation.inputs:
         plan.settle_items(x)
     settled = _Loop(plan, operation, test, body)
-    if settled.inner.without_rule:  # It would send rows in each round.
+    if settled.inner.without_rule:  # The loop would send rows in each round.
         plan.note_without_rule({operation.type: operation})
         settled = _Loop(plan, operation, test, body, is_whole=True)
     entries, inner, outer = settled.entries, settled.inner, settled.outer
@@ -264,7 +264,7 @@ def loop(plan: Planner, operation: Any) -> None:
     ]
     wholes = [i for i, each in enumerate(entries) if each.has_whole]
     inner.program.results += [inner.whole[body.inputs[i].name] for i in wholes]
-    # Replicas that talk in the body make the same rounds.
+    # If the body has collectives, all replicas must make the same number of rounds.
     ends = outer.agreed if inner.program.talks else outer.replicated
     outer.program.results.append(ends(test.outputs[0]))
     locals_ = [
@@ -298,11 +298,11 @@ def loop(plan: Planner, operation: Any) -> None:
 
 
 class _Loop:
-    """A loop whose body was planned until the placements of what it carries stand.
+    """A loop whose body is planned repeatedly, until the placements of carried values settle.
 
-    Each placement only goes down: what is free becomes a shard or a sum if the body gives that; what the next round wants otherwise
-    than the body gives it is replicated, and stays so. All choices are right, since what the body gives is brought to what the
-    loop carries. They are about what it costs.
+    A replicated value becomes sharded or partial if the body gives that. A value is replicated for good if the next round needs
+    another placement than the body gives. All choices are right, because the results of the body are converted to the placements
+    that the loop carries. The choices affect only the cost.
 
     Args:
         plan: The planner.
@@ -312,8 +312,8 @@ class _Loop:
         is_whole: Whether every replica computes all of it.
 
     Attributes:
-        entries: What the loop carries.
-        fixed: Which of it does not change.
+        entries: The carried values.
+        fixed: Which of them do not change.
         inner: The plan of the body.
         outer: The plan of the condition.
     """
@@ -337,7 +337,7 @@ class _Loop:
             self.entries = new
 
     def changes(self, place: int) -> bool:
-        """Returns whether the loop changes what it carries in a place."""
+        """Returns whether the loop changes the carried value of an index."""
         return 0 <= place < len(self.fixed) and not self.fixed[place]
 
     def _next(self, i: int, each: Entry, test: Any) -> Entry:
@@ -362,7 +362,7 @@ class _Loop:
         )
 
     def _placement(self, i: int, now: Placement, given: Placement) -> Placement:
-        """Returns the placement of what is carried, given what it was in this round and what it is behind it."""
+        """Returns the next placement of a carried value, given its placements before and after the round."""
         if self._pinned[i]:
             return REPLICATE
         if now == given or isinstance(given, Vacant):

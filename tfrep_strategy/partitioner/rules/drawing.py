@@ -1,7 +1,7 @@
-"""Random numbers: those of one device, of which each replica has those of its rows.
+"""Random numbers: each replica has one device's numbers for its rows.
 
-Where a generator counts, a replica begins with the number of its first row, and draws no others. Philox (Salmon et al., SC 2011)
-makes some numbers of each value of its counter: TensorFlow gives them out in order.
+For counter-based generators, a replica starts at the counter of its first row, and draws only its own numbers. Philox (Salmon et
+al., SC 2011) makes several numbers for each counter value, and TensorFlow returns them in order.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ DRAWS = {
     "RandomUniform": 0, "RandomStandardNormal": 0, "TruncatedNormal": 0, "RandomUniformInt": 0,
     "StatelessRandomGammaV3": 0, "StatefulUniform": 2, "StatefulStandardNormalV2": 2,
 }  # fmt: skip
-"""Where the operations that draw numbers get the shape of what they draw."""
+"""The index of the input with the shape, for operations that draw numbers."""
 
 SAME_BITS.update(DRAWS)
 
 _COUNTED = frozenset({
     "StatelessRandomUniformV2", "StatelessRandomNormalV2", "StatelessRandomUniformIntV2", "StatelessRandomUniformFullIntV2",
 })  # fmt: skip
-"""These draw as many numbers for each value of the counter, whatever the numbers are."""
+"""Operations that use a fixed number of counter values for each number."""
 
 _BY_PHILOX = (1, 3)
-"""Values of `tf.random.Algorithm`: Philox, and what is best for the device, which is Philox on CPUs and GPUs without XLA."""
+"""Values of `tf.random.Algorithm`: Philox, and the default of the device, which is Philox on CPUs and GPUs without XLA."""
 
 
 @rule(*DRAWS)
 @always
 def draw(plan: Planner, operation: Any) -> None:
-    """Every replica has the numbers of one device for its rows."""
+    """Gives every replica one device's numbers for its rows."""
     plan.replicate(operation)
     (result,) = operation.outputs
     wanted = operation.inputs[DRAWS[operation.type]]
@@ -64,7 +64,7 @@ def draw(plan: Planner, operation: Any) -> None:
 
 
 def drawn_rows(graph: Any) -> int | None:
-    """Returns the first size that most of the numbers have that a step draws; None if it draws none of a known size."""
+    """Returns the leading size of most of the numbers that a step draws; None if no size is known."""
     drawn: collections.Counter[int] = collections.Counter()
     for operation in graph.get_operations():
         shape = operation.outputs[0].shape if operation.type in DRAWS else tf.TensorShape(None)
@@ -74,7 +74,7 @@ def drawn_rows(graph: Any) -> int | None:
 
 
 def _has_all_rows(plan: Planner, result: Any) -> bool:
-    """Returns whether numbers are drawn for as many rows as the batch has, or a multiple of them, as its first dimension says."""
+    """Returns whether the leading size of random numbers is the number of rows of the batch, or a multiple."""
     size = result.shape[0] if result.shape.rank else None
     return bool(plan.traced_rows and size and size % plan.traced_rows == 0)
 
@@ -85,7 +85,7 @@ def _counts(plan: Planner, operation: Any) -> bool:
 
 
 def _own_numbers(plan: Planner, operation: Any, shard: Shard, per_element: int) -> Tensor:
-    """Draws the numbers of own rows: from the value of the counter that has the first of them."""
+    """Draws the numbers of the own rows, from the counter value of the first of them."""
     add, constant = plan.program.add, plan.program.constant
     shape, key, counter, *others = operation.inputs
     (result,) = operation.outputs
@@ -103,11 +103,11 @@ def _own_numbers(plan: Planner, operation: Any, shard: Shard, per_element: int) 
 
 
 def _counted_on(plan: Planner, counter: Tensor, turns: Tensor) -> Tensor:
-    """Returns a counter of 128 bits, two uint64, that is so many values further on."""
+    """Returns a counter of 128 bits, two uint64, advanced by a number of values."""
     add, constant = plan.program.add, plan.program.constant
     low, high = add("Unpack", add("Bitcast", counter, type=tf.int64), num=2, axis=0)
     total, sign = add("AddV2", low, turns), constant(-(2**63), tf.int64)
-    # Unsigned numbers are in the order of signed ones that have the other sign.
+    # Flipping the sign bit maps the order of unsigned numbers to that of signed ones.
     carries = add("Less", add("BitwiseXor", total, sign), add("BitwiseXor", low, sign))
     further = add("Pack", [total, add("AddV2", high, add("Cast", carries, DstT=tf.int64))], axis=0)
     return add("Bitcast", further, type=tf.uint64)

@@ -17,7 +17,7 @@ from tfrep_strategy.partitioner.planner import MARKED, OF_OWN, Planner, always, 
 @rule("ReadVariableOp")
 @always
 def read(plan: Planner, operation: Any) -> None:
-    """A variable is read once between two writes."""
+    """Reads a variable once between two writes."""
     (handle,) = operation.inputs
     value = plan.value(handle)
     before = plan.last_read(value.local, operation.outputs[0].dtype)
@@ -32,14 +32,14 @@ def read(plan: Planner, operation: Any) -> None:
 @rule("VariableShape")
 @always
 def shape_of_variable(plan: Planner, operation: Any) -> None:
-    """The copies of a variable have one shape."""
+    """Returns the shape of a variable, which all its copies share."""
     plan.emit(operation, plan.locals(operation), REPLICATE)
 
 
 @rule("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp")
 @always
 def write(plan: Planner, operation: Any) -> None:
-    """A variable that holds addends gets addends; every other one the whole, with the same bits on all ranks."""
+    """Writes addends to a partial variable, and the whole value, with the same bits on all ranks, to others."""
     handle, new = operation.inputs
     value = plan.value(handle)
     if isinstance(value.placement, Partial):
@@ -54,7 +54,7 @@ def write(plan: Planner, operation: Any) -> None:
 @rule("MakeIterator")
 @always
 def begin_to_read(plan: Planner, operation: Any) -> None:
-    """An iterator is handed on when it has begun: what reads it may run in another function than this operation."""
+    """Passes an iterator on after it is initialized. Its readers may be in another function than this operation."""
     plan.replicate(operation)
     _, iterator = operation.inputs
     value, node = plan.value(iterator), plan.node_of(operation)
@@ -68,7 +68,7 @@ def begin_to_read(plan: Planner, operation: Any) -> None:
 @rule("PartitionedCall", "StatefulPartitionedCall")
 @always
 def call(plan: Planner, operation: Any) -> None:
-    """A function is planned where it is called. One of TensorFlow's own that has no graph is called with all rows."""
+    """Plans a function where it is called. A function without a graph gets all rows."""
     graph = plan.function(operation, operation.get_attr("f").name)
     if graph is None:
         plan.replicate(operation)
@@ -78,7 +78,7 @@ def call(plan: Planner, operation: Any) -> None:
     plan.called[operation.name] = graph, inner
     for given, own in zip(operation.inputs, graph.inputs, strict=True):
         plan.hand_over(inner, own, plan, given)
-    # Behind them are outputs for a gradient that some other call has.
+    # Further outputs are for the gradient of another call.
     for result, own in zip(operation.outputs, graph.outputs, strict=False):
         plan.hand_over(inner, own, plan, result)
 
@@ -89,7 +89,7 @@ MARKS: dict[str, Callable[[Planner, Any], None]] = {}
 @rule(MARKED)
 @always
 def by_its_mark(plan: Planner, operation: Any) -> None:
-    """Plans an operation that has a mark."""
+    """Plans an operation with a mark."""
     mark = marks.mark_of(operation)
     assert mark is not None
     MARKS[mark](plan, operation)
@@ -105,14 +105,14 @@ def _for(mark: str) -> Callable[[Any], Any]:
 
 @_for(marks.GRADIENT)
 def gradient(plan: Planner, operation: Any) -> None:
-    """The sum of what replicas hold is sent here, as a gradient. What each of them has computed alone is made equal."""
+    """Sums a partial gradient. A gradient that each replica has computed alone is made equal."""
     (x,) = operation.inputs
     plan.put(operation.outputs[0], REPLICATE, plan.agreed(x, "gradient"))
 
 
 @_for(marks.SLICES)
 def slices(plan: Planner, operation: Any) -> None:
-    """The rows of all replicas are sent here, as a gradient."""
+    """Gathers the rows of a sparse gradient."""
     (x,) = operation.inputs
     is_sent = plan.placement(x) == Shard(0) and x.name not in plan.whole
     whole = plan.program.send("slices", plan.local(x)) if is_sent else plan.replicated(x)
@@ -121,13 +121,13 @@ def slices(plan: Planner, operation: Any) -> None:
 
 @_for(marks.REPLICA)
 def replica(plan: Planner, operation: Any) -> None:
-    """Each replica has its number."""
+    """Gives each replica its id."""
     plan.put(operation.outputs[0], OWN, plan.rows.replica)
 
 
 @_for(marks.OWN_ROW)
 def own_row(plan: Planner, operation: Any) -> None:
-    """Of a sum, each replica gets its row only."""
+    """Gives each replica its row of a sum."""
     rows, _, axis = operation.inputs
     if isinstance(plan.placement(rows), Partial) and rows.name not in plan.whole:
         own = plan.program.send("scatter", plan.local(rows))
@@ -138,7 +138,7 @@ def own_row(plan: Planner, operation: Any) -> None:
 
 @_for(marks.ALL_ROWS)
 def all_rows(plan: Planner, operation: Any) -> None:
-    """The rows of all replicas are put together."""
+    """Gathers the rows of all replicas."""
     row, shape = operation.inputs
     if not isinstance(plan.placement(row), Own):
         plan.emit(operation, [plan.replicated(row), plan.replicated(shape)], REPLICATE)
@@ -149,7 +149,7 @@ def all_rows(plan: Planner, operation: Any) -> None:
 
 @_for(marks.ADDEND)
 def addend(plan: Planner, operation: Any) -> None:
-    """What replicas have of their own are addends."""
+    """Treats the replicas' own values as addends."""
     (x,) = operation.inputs
     value = plan.value(x)
     plan.put(operation.outputs[0], PARTIAL if isinstance(value.placement, Own) else value.placement, value.local)
@@ -157,14 +157,14 @@ def addend(plan: Planner, operation: Any) -> None:
 
 @_for(marks.OWN_SUM)
 def own_sum(plan: Planner, operation: Any) -> None:
-    """The addend of a replica is a value of its own."""
+    """Treats the addend of a replica as its own value."""
     (x,) = operation.inputs
     plan.put(operation.outputs[0], OWN, plan.partial(x))
 
 
 @_for(marks.SPREAD)
 def spread(plan: Planner, operation: Any) -> None:
-    """Each replica has its value for its own rows."""
+    """Repeats a replica's value for its own rows."""
     own, shape = operation.inputs
     shard = plan.row_place(shape)
     if shard is None:
@@ -175,7 +175,7 @@ def spread(plan: Planner, operation: Any) -> None:
 
 @_for(marks.BATCH)
 def batch(plan: Planner, operation: Any) -> None:
-    """Each replica takes its rows of what all of them have whole, unless it has rows of another batch there."""
+    """Shards a batch that all replicas have whole, unless rows of another batch are in use."""
     wholes = [plan.replicated(x) for x in operation.inputs]
     is_shared = plan.begin_batch(wholes[1], operation.inputs[1].shape[0], wholes[0])
     for place, (tensor, whole) in enumerate(zip(operation.outputs, wholes, strict=True)):
@@ -190,7 +190,7 @@ def batch(plan: Planner, operation: Any) -> None:
 
 @_for(marks.CALL)
 def called(plan: Planner, operation: Any) -> None:
-    """Each replica calls a function, which talks by itself."""
+    """Lets each replica call a function that communicates by itself."""
     given = [
         plan.local(x) if isinstance(plan.placement(x), Shard) or x.dtype.is_integer else plan.partial(x) for x in operation.inputs
     ]
@@ -201,7 +201,7 @@ def called(plan: Planner, operation: Any) -> None:
 
 @rule(OF_OWN)
 def of_own(plan: Planner, operation: Any) -> None:
-    """Each replica computes with what it has of its own."""
+    """Runs an operation on each replica's own values."""
     inputs = [plan.local(x) if isinstance(plan.placement(x), Own) else plan.replicated(x) for x in operation.inputs]
     handles = [x for x in operation.inputs if x.dtype == tf.resource]
     plan.emit(operation, inputs, OWN)

@@ -1,4 +1,4 @@
-"""Operations on the elements of tensors that broadcast against each other."""
+"""Elementwise operations on tensors that broadcast against each other."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tfrep_strategy.partitioner.program import SAME_BITS
 from tfrep_strategy.partitioner.rules.lists import of_lists
 
 _SAME = ("Identity", "PreventGradient", "Snapshot", "StopGradient")
-"""These give what they get."""
+"""Operations that return their input."""
 
 _LINEAR = ("Conj", "Imag", "Neg", "Real")
-"""Of one operand; a sum stays a sum."""
+"""Linear operations on one operand: a partial operand stays partial."""
 
 _UNARY = (
     "Abs", "Acos", "Acosh", "Angle", "Bitcast", "Asin", "Asinh", "Atan", "Atanh", "BesselI0", "BesselI0e", "BesselI1", "BesselI1e",
@@ -41,7 +41,7 @@ _BINARY = (
 SAME_BITS.update((*_SAME, *_LINEAR, *_UNARY, *_BINARY, "Cast"))
 
 _OF_ONE_SHAPE = ("AddN", "ApproximateEqual", *(kind for kind in _BINARY if kind.endswith("Grad")))
-"""Operands that are not broadcast against each other."""
+"""Operations whose operands are not broadcast."""
 
 _SUMS = ("Add", "AddV2", "AddN", "Sub")
 
@@ -49,13 +49,13 @@ _PRODUCTS = {
     "Mul": (0, 1), "MulNoNan": (0,), "RealDiv": (0,), "Div": (0,), "DivNoNan": (0,), "ReluGrad": (0,),
     "RsqrtGrad": (1,), "SqrtGrad": (1,), "TanhGrad": (1,), "SigmoidGrad": (1,),
 }  # fmt: skip
-"""Linear in each of these operands, while the others are the same on all replicas."""
+"""The operands in which an operation is linear if the others are replicated."""
 
 
 @rule(*_SAME)
 @always
 def same(plan: Planner, operation: Any) -> None:
-    """What is the same tensor needs no operation."""
+    """Passes a tensor on without an operation."""
     (x,) = operation.inputs
     plan.put_same(operation, x)
     if plan.value(x).elements is None:
@@ -65,7 +65,7 @@ def same(plan: Planner, operation: Any) -> None:
 @rule(*_LINEAR)
 @always
 def linear(plan: Planner, operation: Any) -> None:
-    """An operation on one operand, for which the sum of its results is the result of the sum."""
+    """Plans a linear operation on one operand, which keeps its placement."""
     (x,) = operation.inputs
     plan.emit(operation, plan.locals(operation), plan.placement(x))
     _note_dims(plan, operation)
@@ -73,7 +73,7 @@ def linear(plan: Planner, operation: Any) -> None:
 
 @rule("IdentityN")
 def each(plan: Planner, operation: Any) -> None:
-    """Each tensor as it is."""
+    """Passes each tensor on."""
     plan.emit(operation, plan.locals(operation), *map(plan.placement, operation.inputs))
     for x, result in zip(operation.inputs, operation.outputs, strict=True):
         plan.value(result).elements = plan.value(x).elements
@@ -82,7 +82,7 @@ def each(plan: Planner, operation: Any) -> None:
 @rule("Cast")
 @always
 def cast(plan: Planner, operation: Any) -> None:
-    """A sum is cast as a sum where no part can be rounded otherwise, or overflow otherwise, than the whole."""
+    """Casts a partial tensor as partial only if no addend can be rounded, or overflow, differently from the sum."""
     (x,) = operation.inputs
     dtype = operation.outputs[0].dtype
     is_exact = x.dtype == dtype or (x.dtype, dtype) == (tf.float32, tf.float64)
@@ -96,7 +96,7 @@ def cast(plan: Planner, operation: Any) -> None:
 @rule(*_UNARY, *_BINARY)
 @always
 def elementwise(plan: Planner, operation: Any) -> None:
-    """Operands that are broadcast against each other."""
+    """Plans an elementwise operation with broadcast."""
     inputs = list(operation.inputs)
     if operation.outputs[0].dtype == tf.variant:
         of_lists(plan, operation)
@@ -118,7 +118,7 @@ def elementwise(plan: Planner, operation: Any) -> None:
 
 @rule("Select")
 def select(plan: Planner, operation: Any) -> None:
-    """A condition has the shape of what is chosen, or an element for each part along the first axis, or one for all."""
+    """Plans a `Select`. The condition has the shape of the operands, or one element for each row, or one in all."""
     condition, *chosen = operation.inputs
     shards = {p for p in map(plan.placement, operation.inputs) if isinstance(p, Shard)}
     shard, rank = shards.pop() if len(shards) == 1 else None, plan.rank(condition)
@@ -130,7 +130,7 @@ def select(plan: Planner, operation: Any) -> None:
 
 
 def _note_dims(plan: Planner, operation: Any) -> None:
-    """Notes sizes of a result that tracing did not know."""
+    """Records sizes of a result that the trace does not know."""
     shapes = [dims for x in operation.inputs if (dims := plan.dims(x)) is not None]
     if len(shapes) < len(operation.inputs):
         return
@@ -141,7 +141,7 @@ def _note_dims(plan: Planner, operation: Any) -> None:
 
 
 def broadcast(shapes: list[list[Size]], known: list[Size]) -> list[Size]:
-    """Returns the shape to which shapes are broadcast, where it is known.
+    """Returns the broadcast shape, as far as known.
 
     Example:
         >>> from tfrep_strategy.partitioner.placements import Rows
@@ -157,7 +157,7 @@ def broadcast(shapes: list[list[Size]], known: list[Size]) -> list[Size]:
 
 
 def _of_sums(plan: Planner, operation: Any) -> bool:
-    """Adds an operation that is linear in operands that are sums. Returns whether it is."""
+    """Adds an operation that is linear in its partial operands; returns whether it is."""
     inputs = list(operation.inputs)
     placements = [plan.placement(x) for x in inputs]
     summed = [i for i, placement in enumerate(placements) if isinstance(placement, Partial)]
@@ -181,21 +181,21 @@ def _of_sums(plan: Planner, operation: Any) -> bool:
 
 
 def _fits(operand: Any, operation: Any) -> bool:
-    """Returns whether a result is not larger than an operand: a sum is sent before it grows."""
+    """Returns whether a result is not larger than an operand. Otherwise the operand is summed before it grows."""
     before, after = operand.shape.num_elements(), operation.outputs[0].shape.num_elements()
     return before == after if before is not None or after is not None else operand.shape.rank == operation.outputs[0].shape.rank
 
 
 def aligned_rows(plan: Planner, inputs: list[Any], have_one_shape: bool) -> tuple[Shard, list[Any]] | None:
-    """Brings operands that are broadcast against each other to one placement.
+    """Brings broadcast operands to one placement.
 
     Args:
         plan: The planner.
-        inputs: The operands, none of which is a sum.
+        inputs: The operands, none of them partial.
         have_one_shape: Whether they are not broadcast.
 
     Returns:
-        The placement of the result, and the local operands; None where rows would not stay rows, or nobody knows.
+        The placement of the result, and the local operands; None if the result cannot be sharded, or that is unknown.
     """
     shapes = [dims for x in inputs if (dims := plan.dims(x)) is not None]
     if len(shapes) < len(inputs):
@@ -210,7 +210,7 @@ def aligned_rows(plan: Planner, inputs: list[Any], have_one_shape: bool) -> tupl
             sharded.append((cost, placement.on(placement.axis + rank - len(dims)), dims[placement.axis]))
     if not sharded:
         return None
-    # Rows that are compared with rows stand in two axes. The largest operand is not sent.
+    # When rows are compared with rows, they are on two axes. The largest operand is not sent.
     shard = max(sharded, key=lambda each: each[0])[1]
     size = _first_number(*(of_rows for _, own, of_rows in sharded if own == shard))
     local = []
@@ -218,7 +218,7 @@ def aligned_rows(plan: Planner, inputs: list[Any], have_one_shape: bool) -> tupl
         axis = shard.axis - (rank - len(dims))
         if axis >= 0 and plan.placement(x) == shard.on(axis):
             if size is not None and is_number(dims[axis]) and dims[axis] != size:
-                return None  # One row that is broadcast.
+                return None  # One row is broadcast.
             local.append(plan.local(x))
         elif have_one_shape or (axis >= 0 and plan.have_rows(x, shard.on(axis), size)):
             local.append(plan.sharded(x, shard.on(axis)))

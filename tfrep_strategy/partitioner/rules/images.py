@@ -1,4 +1,4 @@
-"""Operations that treat each picture of a batch by itself."""
+"""Operations that treat each image of a batch independently."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _PICTURES = {
     "DepthToSpace": (0,), "SpaceToDepth": (0,), "ExtractImagePatches": (0,), "ExtractVolumePatches": (0,),
     "Dilation2D": (0,), "ImageProjectiveTransformV3": (0, 1),
 }  # fmt: skip
-"""Which inputs have pictures, one a row. Others are the same for all."""
+"""The indices of inputs with images, one a row. Other inputs are equal for all images."""
 
 
 @rule(*_PICTURES)
 def each_picture(plan: Planner, operation: Any) -> None:
-    """Each picture by itself."""
+    """Plans an operation on independent images."""
     places = _PICTURES[operation.type]
     shards = {p for i in places if isinstance(p := plan.placement(operation.inputs[i]), Shard)}
     shard = shards.pop() if len(shards) == 1 else None
@@ -37,7 +37,7 @@ def each_picture(plan: Planner, operation: Any) -> None:
         if is_rows and not isinstance(plan.placement(x), Partial):
             inputs.append(plan.sharded(x, shard))
             with_rows.append(i)
-        elif i not in places or (dims is not None and dims[0] == 1):  # The same for all, or broadcast.
+        elif i not in places or (dims is not None and dims[0] == 1):  # Equal for all images, or broadcast.
             inputs.append(plan.replicated(x))
         else:
             plan.replicate(operation)
@@ -46,7 +46,7 @@ def each_picture(plan: Planner, operation: Any) -> None:
 
 
 def _own_axes(plan: Planner, operation: Any) -> int:
-    """Returns how many axes come before those that an operation works on."""
+    """Returns the number of axes before those that an operation works on."""
     rank = plan.rank(operation.inputs[0])
     if operation.type in ("RGBToHSV", "HSVToRGB", "AdjustContrastv2", "AdjustSaturation", "AdjustHue"):
         return 0 if rank is None else rank - (3 if operation.type == "AdjustContrastv2" else 1)
@@ -55,7 +55,7 @@ def _own_axes(plan: Planner, operation: Any) -> int:
 
 @rule("AvgPoolGrad", "AvgPool3DGrad")
 def average_pool_gradient(plan: Planner, operation: Any) -> None:
-    """Its first input are the sizes of the pictures."""
+    """Plans the gradient of average pooling. The first input is the shape of the images."""
     sizes, gradient = operation.inputs
     placement = plan.placement(gradient)
     if not isinstance(placement, Shard) or placement.axis:
@@ -67,7 +67,7 @@ def average_pool_gradient(plan: Planner, operation: Any) -> None:
 
 @rule("BiasAdd")
 def bias_add(plan: Planner, operation: Any) -> None:
-    """The bias has one axis, that of the channels."""
+    """Plans the addition of a bias, which has the axis of the channels."""
     x, bias = operation.inputs
     placement, rank = plan.placement(x), plan.rank(x)
     channels = 1 if operation.get_attr("data_format") == b"NCHW" else -1

@@ -1,7 +1,7 @@
 """Slices, gathers and scatters, and rows that data choose.
 
-Rows that data choose, such as those where a mask is true: each replica goes on with those that it has chosen of its own.
-How many they are is known when the step runs. Replicas send these numbers where something asks for their sum, as a mean does.
+If data choose rows, for example by a mask, each replica continues with those of its own rows that were chosen. Their number is
+known at run time. Replicas gather these numbers when their sum is needed, as for a mean.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tfrep_strategy.partitioner.values import OwnRows
 
 
 def _chosen(plan: Planner, own: Tensor) -> Rows:
-    """Returns the rows of which a replica has so many as the first axis of a tensor says."""
+    """Returns the rows of which this replica has the size of a tensor's first axis."""
     add = plan.program.add
     count = add("Slice", add("Shape", own), [0], [1])
     count.shape = tf.TensorShape([1])
@@ -30,7 +30,7 @@ def _chosen(plan: Planner, own: Tensor) -> Rows:
 
 @rule("Where")
 def where(plan: Planner, operation: Any) -> None:
-    """The places where a mask is true: those among own rows, counted from the first row of all."""
+    """Finds the places where a mask is true among the own rows, counted from the first row of all."""
     (mask,), (places,) = operation.inputs, operation.outputs
     shard, rank = plan.placement(mask), plan.rank(mask)
     if not isinstance(shard, Shard) or shard.axis or rank is None:
@@ -44,7 +44,7 @@ def where(plan: Planner, operation: Any) -> None:
 
 @rule("DynamicPartition")
 def partition(plan: Planner, operation: Any) -> None:
-    """Each part has the rows that belong to it, in their order."""
+    """Puts each row into its part. A part is sharded by the replicas that have its rows."""
     data, parts = operation.inputs
     shard = plan.placement(parts)
     if not isinstance(shard, Shard) or shard.axis or plan.placement(data) != shard or parts.shape.rank != 1:
@@ -56,7 +56,7 @@ def partition(plan: Planner, operation: Any) -> None:
 
 
 def chosen_among(plan: Planner, places: Any) -> Shard | None:
-    """Returns the placement of the mask that has chosen the places of rows, with numbers of own rows only; None if none has."""
+    """Returns the placement of the mask that has chosen these places among the own rows; None if no mask has."""
     while places.op.type in ("Cast", "Identity", "Reshape", "Squeeze"):
         places = places.op.inputs[0]
     placement = plan.values[places.name].placement if places.name in plan.values else None
@@ -67,21 +67,21 @@ def chosen_among(plan: Planner, places: Any) -> Shard | None:
 
 
 def own_places(plan: Planner, places: Any, among: Shard) -> Tensor:
-    """Returns chosen places, counted from the first of the own rows."""
+    """Returns chosen places, relative to the first own row."""
     depth = places.shape[1] if places.shape.rank == 2 else None
     return plan.program.add("Sub", plan.local(places), _first(plan, among, places.dtype, depth))
 
 
 def _first(plan: Planner, shard: Shard, dtype: tf.DType, depth: int | None) -> Tensor:
-    """Returns the place of the first of the own rows, as a number, or as a vector of so many."""
+    """Returns the place of the first own row, as a number, or as the first element of a vector of length `depth`."""
     start = plan.as_dtype(plan.elements(shard).start, dtype)
     return start if depth is None else plan.vector(depth, 0, 0, start, dtype)
 
 
 def _axes_of_slice(operation: Any, rank: int, length: int) -> tuple[list[int | None], list[int | None]]:
-    """Returns for each axis of what is sliced its place in the specification, and its axis of the result.
+    """Returns, for each axis of a sliced tensor, its index in the specification, and its axis in the result.
 
-    A place of None means the whole axis, and an axis of None one that goes.
+    An index of None means the whole axis. An axis of None means that the axis is removed.
     """
 
     def has(mask: str, place: int) -> bool:
@@ -133,7 +133,7 @@ def _own_end(plan: Planner, operation: Any, place: int | None, ends: Any, shard:
 @rule("StridedSlice")
 @always
 def strided_slice(plan: Planner, operation: Any) -> None:
-    """All rows, or one, and any part of the other axes."""
+    """Slices all rows, or one, and any part of the other axes."""
     x, begin, end, strides = operation.inputs
     placement, rank, length = plan.placement(x), plan.rank(x), plan.length(begin)
     if isinstance(placement, Partial):
@@ -164,7 +164,7 @@ def strided_slice(plan: Planner, operation: Any) -> None:
 
 
 def _note_dims(plan: Planner, operation: Any, places: Sequence[int | None], axes: Sequence[int | None]) -> None:
-    """Notes sizes of axes that a slice takes all of."""
+    """Records sizes of axes that a slice takes completely."""
     x, *specification = operation.inputs
     (result,) = operation.outputs
     dims, known = plan.dims(x), result.shape.as_list() if result.shape.rank is not None else None
@@ -177,7 +177,7 @@ def _note_dims(plan: Planner, operation: Any, places: Sequence[int | None], axes
 
 
 def _slice_part(plan: Planner, operation: Any, place: int | None, axis: int, size: Any) -> None:
-    """Slices some rows of all. If these are the rows of one of two views, say, a replica goes on with its own."""
+    """Slices some of all rows. If they are the rows of one of two views, say, a replica continues with its own."""
     (result,), (begin, end, strides) = operation.outputs, map(plan.sizes_of, operation.inputs[1:])
     plan.replicate(operation)
     if place is None or begin is None or end is None or strides is None or strides[place] != 1:
@@ -195,7 +195,7 @@ def _slice_part(plan: Planner, operation: Any, place: int | None, axis: int, siz
 
 
 def _slice_one_row(plan: Planner, operation: Any, place: int | None, shard: Shard) -> None:
-    """Slices one element of the axis of the rows, which the replica that has it sends; or all rows."""
+    """Slices one row, which the replica that has it sends; or replicates all rows."""
     x, begin, end, strides = operation.inputs
     starts, rank, add = plan.numbers(begin), plan.rank(x), plan.program.add
     if place is None or starts is None or rank is None or not operation.get_attr("shrink_axis_mask") >> place & 1:
@@ -215,7 +215,7 @@ def _slice_one_row(plan: Planner, operation: Any, place: int | None, shard: Shar
 
 
 def _own_places(plan: Planner, places: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
-    """Returns where among own rows places among all rows are, and whether they are there; else the place behind own rows."""
+    """Returns the local index of global places, and whether they are local; for other places, the index after the own rows."""
     add, rows = plan.program.add, plan.elements(shard)
     start, count = (plan.as_dtype(x, places.dtype) for x in (rows.start, rows.count))
     own = add("Sub", places, start)
@@ -254,7 +254,7 @@ def strided_slice_gradient(plan: Planner, operation: Any) -> None:
 
 @rule("Slice")
 def slice_(plan: Planner, operation: Any) -> None:
-    """All rows, and any part of the other axes."""
+    """Slices all rows, and any part of the other axes."""
     x, begin, size = operation.inputs
     placement, first, count = plan.placement(x), plan.sizes_of(begin), plan.sizes_of(size)
     if isinstance(placement, Partial):
@@ -277,7 +277,7 @@ def slice_(plan: Planner, operation: Any) -> None:
 @rule("Range")
 @always
 def range_(plan: Planner, operation: Any) -> None:
-    """All replicas have all numbers."""
+    """Gives all replicas all numbers."""
     plan.replicate(operation)
     start, limit, delta = map(plan.sizes_of, operation.inputs)
     if start == 0 and delta == 1 and limit is not None:
@@ -286,7 +286,7 @@ def range_(plan: Planner, operation: Any) -> None:
 
 @rule("GatherV2", "ResourceGather")
 def gather(plan: Planner, operation: Any) -> None:
-    """Rows of a table that all replicas have, for the indices of their own rows; or other axes than that of the rows."""
+    """Gathers from a replicated table by sharded indices, or along other axes than that of the rows."""
     x, indices = operation.inputs[:2]
     is_variable = operation.type == "ResourceGather"
     axis = 0 if is_variable else plan.number(operation.inputs[2])
@@ -317,7 +317,7 @@ def gather(plan: Planner, operation: Any) -> None:
 
 
 def _gather_rows(plan: Planner, operation: Any, table: Shard, rest: list[Tensor]) -> bool:
-    """Adds a gather along the axis of the rows, with indices that all replicas have. Returns whether it did."""
+    """Adds a gather along the axis of the rows, by replicated indices; returns whether it is possible."""
     x, indices, axis = operation.inputs
     dims = plan.dims(indices)
     if dims is None:
@@ -327,7 +327,7 @@ def _gather_rows(plan: Planner, operation: Any, table: Shard, rest: list[Tensor]
         return True
     for place in range(len(dims)):
         shard = table.on(place)
-        if plan.have_rows(indices, shard, x.shape[table.axis]):  # They are shuffled, say.
+        if plan.have_rows(indices, shard, x.shape[table.axis]):  # A shuffle, say.
             inputs = [plan.replicated(x), plan.sharded(indices, shard), *rest]
             plan.emit(operation, inputs, table.on(table.axis + place))
             return True
@@ -335,7 +335,7 @@ def _gather_rows(plan: Planner, operation: Any, table: Shard, rest: list[Tensor]
     rank = plan.rank(x)
     if rank is None or not is_sum or None in dims:
         return False
-    # Some rows: the others are zeros, which stand behind own rows.
+    # For some rows: the other rows are zeros, which are behind the own rows.
     own, _ = _own_places(plan, plan.replicated(indices), table)
     zeros = plan.program.constant([[0, int(place == table.axis)] for place in range(rank)])
     with_zeros = plan.program.add("PadV2", plan.local(x), zeros, plan.program.constant(0, x.dtype))
@@ -344,7 +344,7 @@ def _gather_rows(plan: Planner, operation: Any, table: Shard, rest: list[Tensor]
 
 
 def _are_numbers_of_rows(plan: Planner, indices: Any, table: Shard) -> bool:
-    """Returns whether indices are all numbers of rows in their order."""
+    """Returns whether indices are the numbers of all rows, in order."""
     operation = indices.op
     while operation.type == "Identity":
         operation = operation.inputs[0].op
@@ -356,7 +356,7 @@ def _are_numbers_of_rows(plan: Planner, indices: Any, table: Shard) -> bool:
 
 @rule("GatherNd")
 def gather_parts(plan: Planner, operation: Any) -> None:
-    """Parts of a tensor that all replicas have, for own indices; or the rows of parts, for indices that all have."""
+    """Gathers parts of a replicated tensor by sharded indices, or of the rows of parts by replicated indices."""
     x, indices = operation.inputs
     of_parts, chosen, depth = plan.placement(x), plan.placement(indices), indices.shape[-1] if indices.shape.rank else None
     among = chosen_among(plan, indices)
@@ -376,7 +376,7 @@ def gather_parts(plan: Planner, operation: Any) -> None:
 
 
 def _gather_rows_by_rows(plan: Planner, operation: Any, axis: int | None, rest: list[Tensor]) -> None:
-    """Each row chooses among its own elements."""
+    """Gathers in each row by its own indices."""
     x, indices = operation.inputs[:2]
     shard = plan.placement(x)
     is_rows = isinstance(shard, Shard) and shard.axis == 0 and plan.placement(indices) == shard
@@ -388,7 +388,7 @@ def _gather_rows_by_rows(plan: Planner, operation: Any, axis: int | None, rest: 
 
 @rule("OneHot")
 def one_hot(plan: Planner, operation: Any) -> None:
-    """An axis is added."""
+    """Adds an axis."""
     placement, axis = plan.placement(operation.inputs[0]), operation.get_attr("axis")
     if not isinstance(placement, Shard) or any(isinstance(plan.placement(x), Partial) for x in list(operation.inputs)[1:]):
         plan.replicate(operation)
@@ -400,11 +400,11 @@ def one_hot(plan: Planner, operation: Any) -> None:
 
 @rule("UnsortedSegmentSum")
 def segment_sum(plan: Planner, operation: Any) -> None:
-    """Rows are added up by their numbers, which is how gradients of tables come."""
+    """Sums rows by segment, as for the gradient of a table."""
     data, segments, number = operation.inputs
     placement, own = plan.placement(data), plan.placement(segments)
     among, size = chosen_among(plan, segments), plan.sizes_of(number)
-    if among is not None and placement == own and size is not None and size == among.size:  # Of a gradient of chosen rows.
+    if among is not None and placement == own and size is not None and size == among.size:  # The gradient of chosen rows.
         count = plan.as_dtype(plan.elements(among).count, number.dtype)
         plan.emit(operation, [plan.local(data), own_places(plan, segments, among), count], among)
         return
@@ -423,7 +423,7 @@ _EXTREMES = {"UnsortedSegmentMax": "Max", "UnsortedSegmentMin": "Min", "Unsorted
 
 @rule(*_EXTREMES)
 def segment_extremes(plan: Planner, operation: Any) -> None:
-    """Of each segment, a maximum over rows is the maximum of the replicas' maxima."""
+    """Reduces segments: the maximum over all rows is the maximum of the replicas' maxima."""
     data, segments, number = operation.inputs
     own, add = plan.placement(segments), plan.program.add
     if not isinstance(own, Shard) or own.axis or plan.placement(data) != own:
@@ -439,7 +439,7 @@ def segment_extremes(plan: Planner, operation: Any) -> None:
 @rule("ScatterNd")
 @always
 def scatter(plan: Planner, operation: Any) -> None:
-    """Updates of own rows are put among zeros, and add up."""
+    """Puts updates of the own rows among zeros, as addends."""
     indices, updates, shape = operation.inputs
     placement = plan.placement(updates)
     is_own = isinstance(placement, Shard) and placement.axis == 0 and placement == plan.placement(indices)
@@ -459,12 +459,12 @@ def scatter(plan: Planner, operation: Any) -> None:
 
 @rule("TensorScatterAdd", "TensorScatterMax", "TensorScatterMin", "TensorScatterSub", "TensorScatterUpdate")
 def scatter_into(plan: Planner, operation: Any) -> None:
-    """Parts of a tensor are changed, each of which has rows; or own rows are added to parts of one that has none."""
+    """Updates parts of a tensor with rows along a later axis, or adds the own rows to parts of a replicated tensor."""
     x, indices, updates = operation.inputs
     depth, rank, of_updates = indices.shape[-1] if indices.shape.rank else None, plan.rank(x), plan.placement(updates)
     shards = set()
     if depth is not None and rank is not None and isinstance(plan.placement(indices), Replicate):
-        further = indices.shape.rank - 1 - depth  # By which an axis is further behind in the updates.
+        further = indices.shape.rank - 1 - depth  # The distance between an axis of the tensor and that of the updates.
         if isinstance(own := plan.placement(x), Shard) and own.axis >= depth:
             shards.add(own)
         if isinstance(of_updates, Shard) and of_updates.axis >= indices.shape.rank - 1:

@@ -1,4 +1,4 @@
-"""Lists of tensors, which loops keep their elements in: a list is placed as its elements are."""
+"""Lists of tensors, which hold the elements of loops. A list is placed as its elements are."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tfrep_strategy.partitioner.values import Elements
 
 
 def joined(a: Placement, b: Placement) -> Placement:
-    """Returns the placement of what has either of two placements, by choice of a branch or of a list's index."""
+    """Returns the placement of a value that has either of two placements, depending on a branch or a list's index."""
     if a == b or isinstance(b, Vacant):
         return a
     if isinstance(a, Vacant):
@@ -40,7 +40,7 @@ def joined(a: Placement, b: Placement) -> Placement:
 
 
 def joined_elements(a: Elements | None, b: Elements | None) -> Elements | None:
-    """Returns what is known of elements that are among those of one list or of another one."""
+    """Returns the knowledge about elements of either of two lists."""
     if a is None or b is None:
         return a or b
     return Elements(
@@ -52,7 +52,7 @@ def joined_elements(a: Elements | None, b: Elements | None) -> Elements | None:
 
 
 def elements_of(plan: Planner, tensor: Any) -> Elements:
-    """Returns what is known of a tensor that becomes an element."""
+    """Returns the knowledge about a tensor that becomes an element."""
     if (inner := plan.value(tensor).elements) is not None:
         return Elements(tensor.dtype, elements=inner)
     dims, sizes = plan.dims(tensor), plan.sizes_of(tensor)
@@ -61,7 +61,7 @@ def elements_of(plan: Planner, tensor: Any) -> Elements:
 
 
 def put_element(plan: Planner, tensor: Any, placement: Placement, local: Tensor, elements: Elements | None) -> None:
-    """Gives a tensor that was an element its value."""
+    """Sets the value of a tensor that was an element."""
     placement = REPLICATE if isinstance(placement, Vacant) and tensor.dtype != tf.variant else placement
     plan.put(tensor, placement, local, elements=elements and elements.elements)
     if elements is None:
@@ -72,7 +72,7 @@ def put_element(plan: Planner, tensor: Any, placement: Placement, local: Tensor,
 
 
 def _own_shape(plan: Planner, shape: Any, placement: Placement) -> Tensor:
-    """Returns the shape of elements, as an operation gets it, without the sizes that replicas have parts of."""
+    """Returns the shape of elements for an operation, without the sizes that are sharded."""
     known = plan.sizes_of(shape)
     if isinstance(placement, Items):
         return plan.replicated(shape)
@@ -90,7 +90,7 @@ def _put_list(plan: Planner, operation: Any, placement: Placement, elements: Ele
 @rule("TensorListReserve", "EmptyTensorList")
 @always
 def new_list(plan: Planner, operation: Any) -> None:
-    """A list that holds nothing yet."""
+    """Makes an empty list."""
     shape, number = operation.inputs
     inputs = _own_shape(plan, shape, VACANT), plan.replicated(number)
     _put_list(plan, operation, VACANT, None, *inputs)
@@ -99,7 +99,7 @@ def new_list(plan: Planner, operation: Any) -> None:
 @rule("TensorListFromTensor")
 @always
 def unstack(plan: Planner, operation: Any) -> None:
-    """The axes but the first are those of the elements."""
+    """Makes a list; the first axis of the tensor is that of the elements."""
     x, shape = operation.inputs
     placement, local = plan.placement(x), plan.local(x)
     if isinstance(placement, Shard):
@@ -107,7 +107,7 @@ def unstack(plan: Planner, operation: Any) -> None:
             placement = placement.on(placement.axis - 1)
         elif placement == Shard(0):
             placement = ITEMS
-        else:  # Several elements belong to a row.
+        else:  # A row has several elements.
             plan.without_rule.setdefault(operation.type, operation)
             placement, local = REPLICATE, plan.replicated(x)
     dims, sizes = plan.dims(x), plan.sizes_of(x)
@@ -120,7 +120,7 @@ def unstack(plan: Planner, operation: Any) -> None:
 @rule("TensorListGetItem", "TensorListPopBack")
 @always
 def element(plan: Planner, operation: Any) -> None:
-    """An element is placed as all of them are."""
+    """Gives an element the placement of the list."""
     given, *index, shape = operation.inputs
     plan.settle_items(given)
     value = plan.value(given)
@@ -135,7 +135,7 @@ def element(plan: Planner, operation: Any) -> None:
 @rule("TensorListStack", "TensorListGather")
 @always
 def stack(plan: Planner, operation: Any) -> None:
-    """The elements as one tensor."""
+    """Stacks the elements as one tensor."""
     given, *indices, shape = operation.inputs
     if indices:
         plan.settle_items(given)
@@ -157,7 +157,7 @@ def stack(plan: Planner, operation: Any) -> None:
 @rule("TensorListSetItem", "TensorListPushBack")
 @always
 def put_in(plan: Planner, operation: Any) -> None:
-    """An element becomes what all elements are."""
+    """Converts an element to the placement of the list."""
     given, *index, x = operation.inputs
     plan.settle_items(given)
     plan.settle_items(x)
@@ -165,7 +165,7 @@ def put_in(plan: Planner, operation: Any) -> None:
     placement = joined(value.placement, own)
     if not plan.can_be(given, placement) or (own != placement and not plan.can_be(x, placement)):
         placement = REPLICATE
-    if isinstance(value.placement, Partial):  # Each element can be a sum.
+    if isinstance(value.placement, Partial):  # Each element can be partial.
         placement = value.placement if plan.can_be(x, value.placement) else REPLICATE
     local = plan.to(given, placement)
     elements = joined_elements(value.elements, elements_of(plan, x))
@@ -175,7 +175,7 @@ def put_in(plan: Planner, operation: Any) -> None:
 @rule("TensorListLength")
 @always
 def length(plan: Planner, operation: Any) -> None:
-    """How many elements there are."""
+    """Returns the number of elements."""
     (given,), (result,) = operation.inputs, operation.outputs
     if isinstance(plan.placement(given), Items):
         plan.put(result, REPLICATE, plan.rows.total)
@@ -187,7 +187,7 @@ def length(plan: Planner, operation: Any) -> None:
 @rule("TensorListResize")
 @always
 def resize(plan: Planner, operation: Any) -> None:
-    """Elements go, or places for more come."""
+    """Removes elements, or adds empty places."""
     given, number = operation.inputs
     plan.settle_items(given)
     value = plan.value(given)
@@ -197,7 +197,7 @@ def resize(plan: Planner, operation: Any) -> None:
 @rule("TensorListElementShape")
 @always
 def shape_of_elements(plan: Planner, operation: Any) -> None:
-    """The shape of the elements of all replicas, which is what a list is made with: any size, where there are rows."""
+    """Returns the shape of the elements for making a list; the size of the rows' axis is open."""
     value, (result,) = plan.value(operation.inputs[0]), operation.outputs
     plan.emit(operation, [value.local], REPLICATE)
     dims = value.elements.dims if value.elements is not None else None
@@ -215,7 +215,7 @@ def shape_of_elements(plan: Planner, operation: Any) -> None:
 )
 @always
 def other(plan: Planner, operation: Any) -> None:
-    """Whole elements."""
+    """Replicates the elements."""
     lists = [x for x in operation.inputs if x.dtype == tf.variant]
     for x in lists:
         plan.settle_items(x)
@@ -236,11 +236,11 @@ def other(plan: Planner, operation: Any) -> None:
 
 
 _SHAPES = {("TensorListScatterV2", 2), ("TensorListSplit", 1), ("TensorListConcatV2", 1)}
-"""Where these operations get the shape of elements."""
+"""The indices of the inputs with the shape of elements."""
 
 
 def of_lists(plan: Planner, operation: Any) -> None:
-    """Adds sums and zeros of lists, element by element."""
+    """Adds lists, or makes zeros of them, element by element."""
     placement: Placement = VACANT
     elements = None
     for x in operation.inputs:
@@ -254,7 +254,7 @@ def of_lists(plan: Planner, operation: Any) -> None:
 @rule("OptionalFromValue")
 @always
 def optional(plan: Planner, operation: Any) -> None:
-    """A value that a branch may not have: a list of one element."""
+    """Treats an optional value as a list of one element."""
     if len(operation.inputs) != 1:
         plan.replicate(operation)
         return
@@ -266,14 +266,14 @@ def optional(plan: Planner, operation: Any) -> None:
 @rule("OptionalNone")
 @always
 def no_value(plan: Planner, operation: Any) -> None:
-    """A list of no element."""
+    """Treats a missing value as an empty list."""
     _put_list(plan, operation, VACANT, None)
 
 
 @rule("OptionalGetValue")
 @always
 def value_of(plan: Planner, operation: Any) -> None:
-    """The value of an optional one."""
+    """Returns the value of an optional."""
     value = plan.value(operation.inputs[0])
     shapes = [tf.TensorShape(None)] * len(operation.outputs)
     plan.emit(operation, [value.local], value.placement, output_shapes=shapes)

@@ -1,16 +1,15 @@
 """Operations that reduce axes, or run along one.
 
-Sums of deviations, and of their squares, from a value that the replicas have yet to find, such as the variance of a batch.
-A replica could wait for the value, and send what it finds then. It sends sums of its own rows at once instead, from which all can
-tell what the squared deviations from any value add up to: `sum (x - m)^2 = sum x^2 - 2 m sum x + m^2 n`. So the mean and the
+Some sums are of deviations, or their squares, from a value that the replicas have yet to compute, as in the variance of a batch.
+A replica could wait for the value before it sends its sum. Instead it sends sums of its own rows at once. From these all replicas
+compute the squared deviations from any value: `sum (x - m)^2 = sum x^2 - 2 m sum x + m^2 n`. So the mean and the
 variance of a batch cost one round of collectives.
 
-Squares of large values would cancel each other. They are taken from the mean of the replica's own rows, `c`, and put together in
+Squares of large values would cancel. So they are relative to the mean of the replica's own rows, `c`, and are combined in
 64 bits (T. F. Chan, G. H. Golub, R. J. LeVeque: Updating formulae and a pairwise algorithm for computing sample variances, 1979).
 
-Softmaxes along the axis of the rows, as where the rows of a batch are compared with each other.
-Replicas send the largest value and the sum of the exponentials of their own rows: one number for each of the other axes, and not
-the rows.
+Softmaxes may run along the axis of the rows, as when the rows of a batch are compared with each other. Replicas then send the
+largest value and the sum of the exponentials of their own rows, not the rows.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from tfrep_strategy.partitioner.program import AT_ONCE, Tensor
 
 
 class _Deviations(NamedTuple):
-    """What is summed: `x - center`, or zero where a mask is false; its square, if that is what a tensor holds."""
+    """The deviations `x - center`, or zero where a mask is false; or their squares."""
 
     x: Any
     center: Any
@@ -36,15 +35,15 @@ class _Deviations(NamedTuple):
 
 
 def sum_of_deviations(plan: Planner, summed: Any, axes: Sequence[int]) -> Tensor | None:
-    """Returns the sum of deviations over axes, the rows' among them, whole and with all axes kept.
+    """Returns the sum of deviations over axes that include that of the rows, replicated and with all axes kept.
 
     Args:
         plan: The planner.
-        summed: The tensor, which is placed in rows: deviations, or their squares.
-        axes: From 0.
+        summed: The sharded tensor: deviations, or their squares.
+        axes: The axes, counted from 0.
 
     Returns:
-        None if the tensor is not what this module is about, or if nothing would be gained.
+        The sum; None if the tensor has no deviations, or if nothing would be gained.
     """
     found = _deviations(summed)
     shard = plan.placement(summed)
@@ -53,7 +52,7 @@ def sum_of_deviations(plan: Planner, summed: Any, axes: Sequence[int]) -> Tensor
     x, center, mask, are_squared = found
     dims, of_center = plan.dims(x), plan.dims(center)
     if dims is None or of_center is None or len(of_center) != len(dims) or any(of_center[i] != 1 for i in axes):
-        return None  # It may be another value for each row.
+        return None  # The center may differ between rows.
     fits = plan.placement(x) == shard and dims == plan.dims(summed) and (mask is None or plan.placement(mask) == shard)
     if not fits or not isinstance(plan.placement(center), Replicate):
         return None
@@ -101,7 +100,7 @@ def _sum(
     mean = add("RealDiv", total(chosen(x)), add("Cast", at_least_one, DstT=tf.float32))
     own = chosen(add("Sub", x, mean))
     c, m, left, squares = long(mean), long(center), long(total(own)), long(total(add("Square", own)))
-    c_count = times(c, count)  # The rounded mean leaves something of each sum.
+    c_count = times(c, count)  # The mean is rounded, so each sum has a remainder.
     sums = of_replicas(plus(c_count, left))
     if not are_squared:
         return add("Cast", add("Sub", sums, times(m, of_all)), DstT=tf.float32)
@@ -111,7 +110,7 @@ def _sum(
 
 
 def _deviations(summed: Any) -> _Deviations | None:
-    """Returns what a tensor of the trace holds: differences, or squares of them."""
+    """Returns the deviations that a tensor of the trace holds; None if it holds none."""
     operation = summed.op
     if operation.type in ("SquaredDifference", "Sub"):  # TensorFlow 2.22 corrects its variances by the mean of the differences.
         x, center = operation.inputs
@@ -128,7 +127,7 @@ def _deviations(summed: Any) -> _Deviations | None:
 
 
 class _Normalized(NamedTuple):
-    """Values along the last axis: less the largest one, and the sum of their exponentials. The sum has the axis, too."""
+    """Values along the last axis minus the largest one, their exponentials, and the sum of these, with the axis kept."""
 
     values: Tensor
     exponentials: Tensor
@@ -137,7 +136,7 @@ class _Normalized(NamedTuple):
 
 def _normalized(plan: Planner, x: Any, shard: Shard) -> _Normalized:
     add, send, own, last = plan.program.add, plan.program.send, plan.local(x), plan.program.constant([shard.axis])
-    largest = add("Max", own, last, keep_dims=True)  # Of no values it is the least number there is.
+    largest = add("Max", own, last, keep_dims=True)  # Without values it is the smallest number.
     largest.shape = tf.TensorShape([*x.shape[:-1], 1])
     values = add("Sub", own, add("Max", send("gather", largest, shard.axis), last, keep_dims=True))
     exponentials = add("Exp", values)
@@ -155,20 +154,20 @@ def _log_softmax(plan: Planner, operation: Any, shard: Shard) -> None:
 
 
 def _sparse_cross_entropy(plan: Planner, operation: Any, shard: Shard) -> None:
-    """The classes are rows: each replica has some of them, and knows of each label whether it is one of its own."""
+    """The classes are rows: each replica has some classes, and finds the labels among them."""
     logits, labels = operation.inputs
     add, one, zero, nan = plan.program.add, *(plan.program.constant(x, logits.dtype) for x in (1.0, 0.0, float("nan")))
     rows = plan.elements(shard)
     first, count, classes = (plan.as_dtype(size, labels.dtype) for size in (rows.start, rows.count, rows.total))
     whole = plan.replicated(labels)
     own = add("OneHot", add("Sub", whole, first), plan.as_dtype(count, tf.int32), one, zero, axis=-1)
-    # The loss of a label that is no class is no number, as on GPUs.
+    # The loss of a label that is not a class is NaN, as on GPUs.
     is_class = add("LogicalAnd", add("GreaterEqual", whole, plan.program.constant(0, labels.dtype)), add("Less", whole, classes))
     _put_losses(plan, operation, shard, own, add("ExpandDims", add("SelectV2", is_class, zero, nan), -1))
 
 
 def _cross_entropy(plan: Planner, operation: Any, shard: Shard) -> None:
-    """The classes are rows, and so are their probabilities."""
+    """The classes are rows, and their probabilities are sharded alike."""
     _put_losses(plan, operation, shard, plan.sharded(operation.inputs[1], shard), None)
 
 
@@ -190,14 +189,14 @@ ACROSS_REPLICAS: dict[str, Callable[[Planner, Any, Shard], None]] = {
     "SoftmaxCrossEntropyWithLogits": _cross_entropy,
     "SparseSoftmaxCrossEntropyWithLogits": _sparse_cross_entropy,
 }
-"""By the type of an operation: what plans it, where the rows are along its last axis."""
+"""The planning functions of operations whose last axis is that of the rows."""
 
 
 _OTHERS = {"Max": "Max", "Min": "Min", "Prod": "Prod", "All": "All", "Any": "Any", "EuclideanNorm": None}
 
 
 def reduced_axes(plan: Planner, operation: Any) -> list[int] | None:
-    """Returns which axes an operation reduces, from 0; None if that is not known."""
+    """Returns the axes that an operation reduces, counted from 0; None if they are unknown."""
     axes, rank = plan.numbers(operation.inputs[1]), plan.rank(operation.inputs[0])
     return None if axes is None or rank is None else [axis % rank for axis in axes]
 
@@ -207,7 +206,7 @@ def _kept(shard: Shard, axes: list[int], keeps: bool) -> Shard:
 
 
 def _note_dims(plan: Planner, operation: Any) -> None:
-    """Notes sizes of a result that tracing did not know."""
+    """Records sizes of a result that the trace does not know."""
     axes, dims = reduced_axes(plan, operation), plan.dims(operation.inputs[0])
     if axes is None or dims is None:
         return
@@ -219,7 +218,7 @@ def _note_dims(plan: Planner, operation: Any) -> None:
 
 
 def noting_dims(function: Rule) -> Rule:
-    """Has a rule of a reduction note the sizes of its result, also where nothing is sharded."""
+    """Makes a rule of a reduction record the sizes of its result, even if nothing is sharded."""
 
     @always
     @functools.wraps(function)
@@ -233,7 +232,7 @@ def noting_dims(function: Rule) -> Rule:
 @rule("Sum")
 @noting_dims
 def sum_(plan: Planner, operation: Any) -> None:
-    """A sum over rows is the sum of the replicas' sums."""
+    """Sums over rows as the sum of the replicas' sums."""
     x = operation.inputs[0]
     placement, axes, keeps = plan.placement(x), reduced_axes(plan, operation), operation.get_attr("keep_dims")
     if axes == []:
@@ -250,7 +249,7 @@ def sum_(plan: Planner, operation: Any) -> None:
 
 
 def _replicate(plan: Planner, operation: Any) -> None:
-    """Every replica adds up all of a tensor: a large one in steps, so that it does not matter how many threads do it."""
+    """Reduces a replicated tensor. A large one is summed in steps, so that the number of threads does not matter."""
     x, (result,) = operation.inputs[0], operation.outputs
     size = x.shape.num_elements() or 0
     if size <= AT_ONCE or result.shape.num_elements() != 1 or not (x.dtype.is_floating or x.dtype.is_complex):
@@ -273,7 +272,7 @@ def _replicate(plan: Planner, operation: Any) -> None:
 
 
 def _put_reduced(plan: Planner, operation: Any, total: Tensor) -> None:
-    """Gives the result of a reduction its value, of which the reduced axes are still there."""
+    """Sets the value of a reduction, given its result with the reduced axes."""
     if not operation.get_attr("keep_dims"):
         total = plan.program.add("Squeeze", total, squeeze_dims=reduced_axes(plan, operation))
     plan.put(operation.outputs[0], REPLICATE, total)
@@ -282,7 +281,7 @@ def _put_reduced(plan: Planner, operation: Any, total: Tensor) -> None:
 @rule("Mean")
 @noting_dims
 def mean(plan: Planner, operation: Any) -> None:
-    """A mean over rows is the sum of the replicas' sums, each divided by the number of all elements."""
+    """Averages over rows as the sum of the replicas' sums, each divided by the number of all elements."""
     x = operation.inputs[0]
     placement, axes, keeps = plan.placement(x), reduced_axes(plan, operation), operation.get_attr("keep_dims")
     if not isinstance(placement, (Shard, Partial)) or axes is None:
@@ -296,7 +295,7 @@ def mean(plan: Planner, operation: Any) -> None:
         plan.replicate(operation)
         return
     add = plan.program.add
-    dtype = tf.float32 if x.dtype.size == 2 else x.dtype  # A sum of halves could overflow where their mean does not.
+    dtype = tf.float32 if x.dtype.size == 2 else x.dtype  # A sum of 16-bit floats could overflow where their mean does not.
     rows = inputs[0] if dtype == x.dtype else add("Cast", inputs[0], DstT=dtype)
     total = add("Sum", rows, inputs[1], keep_dims=keeps)
     count = add("Cast", plan.elements(placement).total, DstT=dtype)
@@ -314,7 +313,7 @@ def mean(plan: Planner, operation: Any) -> None:
 @rule(*_OTHERS)
 @noting_dims
 def reduced_twice(plan: Planner, operation: Any) -> None:
-    """A maximum over rows is the maximum of the replicas' maxima."""
+    """Reduces over rows twice, as for the maximum of the replicas' maxima."""
     x = operation.inputs[0]
     placement, axes, keeps = plan.placement(x), reduced_axes(plan, operation), operation.get_attr("keep_dims")
     if not isinstance(placement, Shard) or axes is None:
@@ -337,7 +336,7 @@ def reduced_twice(plan: Planner, operation: Any) -> None:
 @rule("L2Loss")
 @always
 def l2_loss(plan: Planner, operation: Any) -> None:
-    """Half the sum of squares."""
+    """Plans half the sum of squares."""
     if isinstance(plan.placement(operation.inputs[0]), Shard):
         plan.emit(operation, plan.locals(operation), PARTIAL)
     else:
@@ -346,7 +345,7 @@ def l2_loss(plan: Planner, operation: Any) -> None:
 
 @rule("ArgMax", "ArgMin")
 def arg_max(plan: Planner, operation: Any) -> None:
-    """Along another axis than the rows."""
+    """Keeps rows sharded if the reduced axis is another one."""
     x = operation.inputs[0]
     placement, axis, rank = plan.placement(x), plan.number(operation.inputs[1]), plan.rank(x)
     if not isinstance(placement, Shard) or axis is None or rank is None or axis % rank == placement.axis:
@@ -356,11 +355,11 @@ def arg_max(plan: Planner, operation: Any) -> None:
 
 
 _TOTALS = {"Cumsum": ("Sum", "AddV2"), "Cumprod": ("Prod", "Mul")}
-"""By what an operation makes cumulative: what it makes of all rows, and of two such."""
+"""For each cumulative operation: the operation that reduces all rows, and the one that combines two results."""
 
 
 def _cumulate_rows(plan: Planner, operation: Any, shard: Shard, rank: int) -> None:
-    """Each replica goes on from the total of the rows of those before it."""
+    """Continues on each replica from the total of the rows before its own."""
     (x, axis), (result,) = operation.inputs, operation.outputs
     (total, joined), add, replica = _TOTALS[operation.type], plan.program.add, plan.rows.replica
     inputs = [plan.local(x), plan.replicated(axis)]
@@ -378,7 +377,7 @@ def _cumulate_rows(plan: Planner, operation: Any, shard: Shard, rank: int) -> No
 
 @rule("Cumsum", "Cumprod", "CumulativeLogsumexp")
 def cumulative(plan: Planner, operation: Any) -> None:
-    """Along any axis; a cumulative sum of a sum is a sum."""
+    """Plans a cumulative operation along any axis. The cumulative sum of a partial tensor is partial."""
     x = operation.inputs[0]
     placement, axis, rank = plan.placement(x), plan.number(operation.inputs[1]), plan.rank(x)
     inputs = operation.inputs
@@ -401,12 +400,12 @@ def cumulative(plan: Planner, operation: Any) -> None:
     "SoftmaxCrossEntropyWithLogits",
 )
 def along_last_axis(plan: Planner, operation: Any) -> None:
-    """Each row by itself, along the last axis."""
+    """Keeps rows sharded if the operation runs along another, the last, axis."""
     x = operation.inputs[0]
     rank = plan.rank(x)
     shards = {p for p in map(plan.placement, operation.inputs) if isinstance(p, Shard)}
     placement = plan.placement(x)
-    known = operation.type in ACROSS_REPLICAS and x.dtype.size > 2  # Sums of halves would be rounded otherwise.
+    known = operation.type in ACROSS_REPLICAS and x.dtype.size > 2  # Sums of 16-bit floats would be rounded differently.
     if known and isinstance(placement, Shard) and rank is not None and placement.axis == rank - 1:
         ACROSS_REPLICAS[operation.type](plan, operation, placement)
         return
@@ -417,7 +416,7 @@ def along_last_axis(plan: Planner, operation: Any) -> None:
     size = next(t.shape[shard.axis] for t in operation.inputs if plan.placement(t) == shard)
     inputs = []
     for tensor in operation.inputs:
-        if not tensor.shape.rank:  # How many are wanted.
+        if not tensor.shape.rank:  # The number of results.
             inputs.append(plan.replicated(tensor))
         elif plan.placement(tensor) == shard or plan.have_rows(tensor, shard, size):
             inputs.append(plan.sharded(tensor, shard))
@@ -427,14 +426,14 @@ def along_last_axis(plan: Planner, operation: Any) -> None:
     plan.emit(operation, inputs, shard)
     dims = plan.dims(x)
     if dims is not None:
-        for result in operation.outputs:  # Of the losses of rows, the last axis has gone.
+        for result in operation.outputs:  # The losses lack the last axis.
             known = result.shape.as_list() if result.shape.rank is not None else dims
             plan.known_dims[result.name] = [d if d is not None else dims[i] for i, d in enumerate(known)]
 
 
 @rule("BiasAddGrad")
 def bias_add_gradient(plan: Planner, operation: Any) -> None:
-    """The sum over all axes but that of the channels."""
+    """Sums over all axes except that of the channels."""
     (x,) = operation.inputs
     placement, rank = plan.placement(x), plan.rank(x)
     channels = 1 if operation.get_attr("data_format") == b"NCHW" else -1

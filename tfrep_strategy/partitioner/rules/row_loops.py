@@ -1,6 +1,6 @@
-"""Loops over the rows of a batch, such as `tf.map_fn`: each replica makes the rounds of its own rows.
+"""Loops over the rows of a batch, such as `tf.map_fn`: each replica runs the rounds of its own rows.
 
-A round may look at its own row, and at what is the same in all rounds. What rounds add up is a sum over replicas.
+A round may use its own row, and values that are equal in all rounds. Sums over rounds are partial.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from tfrep_strategy.partitioner.planner import Planner, in_order
 from tfrep_strategy.partitioner.values import LENGTH, NUMBER, Elements
 
 _SAME, _NUMBER, _ROW, _LENGTH, _FRESH = "same", NUMBER, "row", LENGTH, "fresh"
-"""What a tensor of a body is: the same in each round, the number of the row, of the row, the length of a list, a new list."""
+"""The role of a tensor in a body: equal in each round, the number of the row, of the row, a list's length, a new list."""
 
 _READS = frozenset({"ReadVariableOp", "ResourceGather", "VariableShape"})
 
 
 class NotOverRowsError(Exception):
-    """A loop is no loop over rows."""
+    """Raised if a loop is not over rows."""
 
 
 class RowLoop:
-    """What a loop over rows carries.
+    """The roles of the values that a loop over rows carries.
 
     Args:
         plan: The planner.
@@ -34,7 +34,7 @@ class RowLoop:
         body: Its traced body.
 
     Raises:
-        NotOverRowsError: It does something else.
+        NotOverRowsError: The loop is not over rows.
     """
 
     def __init__(self, plan: Planner, operation: Any, test: Any, body: Any) -> None:
@@ -45,7 +45,7 @@ class RowLoop:
         self._labels: dict[str, Any] = {}
         self._elements: dict[int, Elements] = {}
         self._set: set[int] = set()
-        """The places of lists that elements are put into, which have places for the rows of all replicas."""
+        """The indices of lists whose elements are set, which have a place for each row of all replicas."""
         self._pushed: set[int] = set()
         self._popped: set[int] = set()
         for i, tensor in enumerate(body.inputs):
@@ -58,7 +58,7 @@ class RowLoop:
                 raise NotOverRowsError
 
     def _found_limits(self, test: Any) -> set[int]:
-        """Returns the places of what the rounds are counted up to: the number of rows."""
+        """Returns the indices of the limits of the round counter, which are the number of rows."""
         limits, stack = set(), [origin(test.outputs[0])]
         while stack:
             operation = stack.pop().op
@@ -77,7 +77,7 @@ class RowLoop:
         return limits
 
     def _counts(self, place: int) -> bool:
-        """Returns whether what is carried counts rounds from 0."""
+        """Returns whether a carried value counts rounds from 0."""
         into, given, operation = self._body.inputs[place], self._given[place], self._out[place].op
         if operation.type != "AddV2" or not given.dtype.is_integer or self._plan.sizes_of(given) != 0:
             return False
@@ -103,7 +103,7 @@ class RowLoop:
         return ("sum", place)
 
     def _follow(self, operation: Any) -> None:
-        """Finds what the outputs of an operation of the body are."""
+        """Finds the roles of the outputs of an operation of the body."""
         labels = [self._labels[x.name] for x in operation.inputs]
         kinds = {each[0] if isinstance(each, tuple) else each for each in labels}
         if operation.type in ("Identity", "NoOp"):
@@ -115,7 +115,7 @@ class RowLoop:
         elif "limit" in kinds or (operation_definition(operation.type).is_stateful and operation.type not in _READS):
             raise NotOverRowsError
         elif _NUMBER in kinds:
-            # Its only use is to count: rows have other numbers on a replica.
+            # It may only count, because rows have other numbers on a replica.
             if not any(operation is out.op for i, out in enumerate(self._out) if self._counts(i)):
                 raise NotOverRowsError
             found = [_NUMBER]
@@ -124,7 +124,7 @@ class RowLoop:
         self._labels.update((x.name, label) for x, label in zip(operation.outputs, found, strict=True))
 
     def _of_sums(self, operation: Any, labels: list[Any]) -> Any:
-        """Returns what a sum to which something is added is."""
+        """Returns the role of a sum to which a value is added."""
         sums = [each for each in labels if isinstance(each, tuple)]
         others = {each for each in labels if not isinstance(each, tuple)}
         if operation.type not in ("AddN", "AddV2") or len(sums) != 1 or not others <= {_ROW, _SAME}:
@@ -155,7 +155,7 @@ class RowLoop:
             return [first]
         if kind == "TensorListPushBack" and labels[1] in (_ROW, _SAME, _NUMBER, _LENGTH):
             if first == _FRESH or first[1] in self._pushed or not self._is_new(first[1], "EmptyTensorList"):
-                raise NotOverRowsError  # There is one element for each row.
+                raise NotOverRowsError  # There must be one element for each row.
             self._pushed.add(first[1])
             self._note(first, operation.inputs[1], labels[1])
             return [first]
@@ -166,7 +166,7 @@ class RowLoop:
         raise NotOverRowsError
 
     def _is_new(self, place: int, kind: str) -> bool:
-        """Returns whether a list was made for the loop, with places for the rows; else it has an element for each."""
+        """Returns whether a list was made for the loop, with a place for each row; otherwise it has an element for each row."""
         made = origin(self._given[place]).op
         if isinstance(self._plan.placement(self._given[place]), Items):
             return False
@@ -183,7 +183,7 @@ class RowLoop:
                 raise NotOverRowsError
 
     def put(self, operation: Any) -> None:
-        """Adds the loop."""
+        """Adds the loop to the program."""
         plan, add = self._plan, self._plan.program.add
         inputs = []
         for i, given in enumerate(self._given):
@@ -207,7 +207,7 @@ class RowLoop:
             elif self._counts(i):
                 plan.put(tensor, REPLICATE, plan.as_dtype(plan.rows.total, tensor.dtype))
                 plan.note_sizes(tensor, ((), Rows()))
-            elif i in self._popped:  # Nothing is left.
+            elif i in self._popped:  # The list is empty afterwards.
                 plan.put(tensor, VACANT, local)
             elif tensor.dtype == tf.variant:
                 plan.put(tensor, ITEMS, local, elements=self._elements.get(i, plan.value(given).elements))
@@ -216,7 +216,7 @@ class RowLoop:
 
 
 def over_rows(plan: Planner, operation: Any, test: Any, body: Any) -> bool:
-    """Adds a loop if it is one over rows. Returns whether it is."""
+    """Adds a loop if it is over rows; returns whether it is."""
     if not any(isinstance(plan.placement(x), Items) for x in operation.inputs):
         return False
     try:
@@ -232,7 +232,7 @@ def _place(graph: Any, tensor: Any) -> int | None:
 
 
 def origin(tensor: Any) -> Any:
-    """Returns the tensor that identities have handed on."""
+    """Returns the tensor behind identity operations."""
     while tensor.op.type == "Identity":
         tensor = tensor.op.inputs[0]
     return tensor

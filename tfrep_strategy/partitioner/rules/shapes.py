@@ -1,4 +1,4 @@
-"""Operations that ask for sizes, change shapes and the order of axes, or join and split tensors."""
+"""Operations that return sizes, change shapes and the order of axes, or join and split tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tfrep_strategy.partitioner.planner import Planner, always, rule
 @rule("Const")
 @always
 def constant(plan: Planner, operation: Any) -> None:
-    """A constant, the value of which is known where it may be a size."""
+    """Adds a constant. Its value is recorded if it may be a size."""
     (result,) = operation.outputs
     if result.dtype in (tf.int32, tf.int64) and (result.shape.num_elements() or 0) <= 256:
         value = tf.make_ndarray(operation.get_attr("value"))
@@ -26,7 +26,7 @@ def constant(plan: Planner, operation: Any) -> None:
 
 
 def _global_shape(plan: Planner, tensor: Any, dtype: tf.DType) -> Any:
-    """Returns the shape of the global tensor, without asking for the whole of it."""
+    """Returns the shape of the global tensor, without replicating the tensor."""
     dims, add, placement = plan.dims(tensor), plan.program.add, plan.placement(tensor)
     shard = placement if isinstance(placement, Shard) else None
     local = None
@@ -49,7 +49,7 @@ def _global_shape(plan: Planner, tensor: Any, dtype: tf.DType) -> Any:
 @rule("Shape", "ShapeN")
 @always
 def shape(plan: Planner, operation: Any) -> None:
-    """The sizes of the global tensor."""
+    """Returns the shape of the global tensor."""
     for x, result in zip(operation.inputs, operation.outputs, strict=True):
         plan.put(result, REPLICATE, _global_shape(plan, x, result.dtype))
         dims = plan.dims(x)
@@ -60,7 +60,7 @@ def shape(plan: Planner, operation: Any) -> None:
 @rule("Size")
 @always
 def size(plan: Planner, operation: Any) -> None:
-    """How many elements the global tensor has."""
+    """Returns the number of elements of the global tensor."""
     (x,), (result,) = operation.inputs, operation.outputs
     plan.put(result, REPLICATE, plan.program.add("Prod", _global_shape(plan, x, result.dtype), 0))
     dims = plan.dims(x)
@@ -70,7 +70,7 @@ def size(plan: Planner, operation: Any) -> None:
 @rule("Rank")
 @always
 def rank(plan: Planner, operation: Any) -> None:
-    """How many axes a tensor has."""
+    """Returns the rank of a tensor."""
     (x,), (result,) = operation.inputs, operation.outputs
     known = plan.rank(x)
     if known is None:
@@ -83,9 +83,9 @@ def rank(plan: Planner, operation: Any) -> None:
 @rule("BroadcastGradientArgs")
 @always
 def broadcast_axes(plan: Planner, operation: Any) -> None:
-    """Which axes the gradients of two operands are summed along.
+    """Returns the axes along which the gradients of two operands are summed.
 
-    They are constants where that is known. At run time, an axis of rows would be among them if the batch has one row.
+    They are constants if known. At run time, the axis of the rows would be among them if the batch had one row.
     """
     known = by_value.computed(operation, [plan.sizes_of(x) for x in operation.inputs])
     if any(x is None for x in known):
@@ -98,7 +98,7 @@ def broadcast_axes(plan: Planner, operation: Any) -> None:
 @rule("Transpose", "ConjugateTranspose")
 @always
 def transpose(plan: Planner, operation: Any) -> None:
-    """The axis of the rows goes along."""
+    """Moves the axis of the rows."""
     x, order = operation.inputs
     placement, axes = plan.placement(x), plan.numbers(order)
     inputs, dims = [plan.local(x), plan.replicated(order)], plan.dims(x)
@@ -115,7 +115,7 @@ def transpose(plan: Planner, operation: Any) -> None:
 @rule("ExpandDims")
 @always
 def expand(plan: Planner, operation: Any) -> None:
-    """An axis of size 1 is added."""
+    """Adds an axis of size 1."""
     x, where = operation.inputs
     placement, axis, known = plan.placement(x), plan.number(where), plan.rank(x)
     inputs = [plan.local(x), plan.replicated(where)]
@@ -134,7 +134,7 @@ def expand(plan: Planner, operation: Any) -> None:
 
 @rule("Squeeze")
 def squeeze(plan: Planner, operation: Any) -> None:
-    """Axes of size 1 go."""
+    """Removes axes of size 1."""
     (x,) = operation.inputs
     placement, known = plan.placement(x), plan.rank(x)
     axes = [axis % known for axis in operation.get_attr("squeeze_dims")] if known else []
@@ -149,7 +149,7 @@ def squeeze(plan: Planner, operation: Any) -> None:
 @rule("Reshape")
 @always
 def reshape(plan: Planner, operation: Any) -> None:
-    """Rows stay rows where what lies before their axis stays, and what lies behind it goes into it or comes out of it."""
+    """Keeps rows sharded if the axes before theirs stay, and later axes are merged into theirs or split from it."""
     x, wanted = operation.inputs
     placement = plan.placement(x)
     if _is_reshaped_to_itself(plan, x, wanted):
@@ -170,7 +170,7 @@ def reshape(plan: Planner, operation: Any) -> None:
     dims, add = plan.known_dims[operation.outputs[0].name], plan.program.add
     if all(
         is_number(d) for axis, d in enumerate(dims) if axis != found.axis
-    ):  # What is left to infer cannot be inferred of no rows.
+    ):  # A size of -1 cannot be inferred if there are no rows.
         own = plan.as_dtype(plan.elements(found).count, wanted.dtype)
         sizes_ = [own if axis == found.axis else plan.program.constant(d, wanted.dtype) for axis, d in enumerate(dims)]
         plan.emit(operation, [plan.local(x), add("Pack", sizes_, axis=0)], found)
@@ -179,13 +179,13 @@ def reshape(plan: Planner, operation: Any) -> None:
 
 
 def _is_reshaped_to_itself(plan: Planner, x: Any, wanted: Any) -> bool:
-    """Returns whether a tensor is known to have the shape already, as where the gradient of a sum is not broadcast."""
+    """Returns whether a tensor already has the shape, as where the gradient of a sum is not broadcast."""
     dims, asked = plan.dims(x), plan.sizes_of(wanted)
     return dims is not None and asked is not None and None not in dims and dims == list(asked)
 
 
 def _note_dims(plan: Planner, result: Any, wanted: Any, shard: Shard | None = None) -> None:
-    """Notes sizes of a result that tracing did not know."""
+    """Records sizes of a result that the trace does not know."""
     dims = _dims_of_result(plan, result, wanted)
     if dims is None:
         return
@@ -195,7 +195,7 @@ def _note_dims(plan: Planner, result: Any, wanted: Any, shard: Shard | None = No
 
 
 def _dims_of_result(plan: Planner, result: Any, wanted: Any) -> list[Size] | None:
-    """Returns the sizes of a result, as far as they are known, given the tensor of sizes that it is made with."""
+    """Returns the sizes of a result as far as known, given the tensor with its shape."""
     asked = plan.sizes_of(wanted)
     if asked is None:
         return None if result.shape.rank is None else result.shape.as_list()
@@ -203,7 +203,7 @@ def _dims_of_result(plan: Planner, result: Any, wanted: Any) -> list[Size] | Non
     dims = [a if d is None and a != -1 else d for d, a in zip(known, asked, strict=True)]
     inferred = [i for i, (d, a) in enumerate(zip(dims, asked, strict=True)) if d is None and a == -1]
     before = plan.dims(result.op.inputs[0]) if inferred else None
-    if before is not None:  # Of what is reshaped.
+    if before is not None:  # The operation is a reshape.
         elements, rest = product(before), product(d for i, d in enumerate(dims) if i not in inferred)
         if None not in (elements, rest) and rest != 0:
             dims[inferred[0]] = _quotient(elements, rest)
@@ -211,14 +211,14 @@ def _dims_of_result(plan: Planner, result: Any, wanted: Any) -> list[Size] | Non
 
 
 def _quotient(size: Size, other: Size) -> Size:
-    """Returns a size divided by another one; None unless it is a whole number of times that one."""
+    """Returns a size divided by another one; None if that leaves a remainder."""
     if not is_number(size):
         return size // other
     return size // other if is_number(other) and size % other == 0 else None
 
 
 def _reshaped_rows(plan: Planner, x: Any, wanted: Any, result: Any, shard: Shard) -> Shard | None:
-    """Returns the placement of a reshaped tensor, if its rows stay rows."""
+    """Returns the placement of a reshaped tensor; None if its rows cannot stay sharded."""
     before, after = plan.dims(x), _dims_of_result(plan, result, wanted)
     if before is None or after is None:
         return None
@@ -238,7 +238,7 @@ def _reshaped_rows(plan: Planner, x: Any, wanted: Any, result: Any, shard: Shard
 def _per_row(
     shard: Shard, inner: Size, inner_after: Size, size_before: Size, size_after: Size, behind: Any, behind_after: Any
 ) -> int | None:
-    """Returns how many elements of the new axis belong to a row, if the new axis holds the rows."""
+    """Returns the number of elements of the new axis in one row; None if the axis does not hold the rows."""
     if isinstance(size_after, Rows):
         if size_after.rows != shard.rows:
             return None
@@ -263,10 +263,10 @@ def _per_row(
 @rule("Fill", "BroadcastTo")
 @always
 def grow_to(plan: Planner, operation: Any) -> None:
-    """What grows to the rows of the batch grows to a replica's own rows there."""
+    """Fills or broadcasts to a replica's own rows if the wanted shape has the rows of the batch."""
     wanted, x = operation.inputs if operation.type == "Fill" else reversed(operation.inputs)
     if isinstance(plan.placement(x), Partial):
-        plan.replicated(x)  # Before it grows.
+        plan.replicated(x)  # Summed before it grows.
     placement, place, sizes_ = plan.placement(x), plan.row_place(wanted), plan.sizes_of(wanted)
     known = plan.rank(x)
     if place is None or sizes_ is None or known is None:
@@ -299,7 +299,7 @@ def _grow_whole(plan: Planner, operation: Any, wanted: Any) -> None:
 @rule("Empty")
 @always
 def empty(plan: Planner, operation: Any) -> None:
-    """What is made for the rows of the batch is made for a replica's own rows."""
+    """Makes a tensor for a replica's own rows if its shape has the rows of the batch."""
     (wanted,) = operation.inputs
     place = plan.row_place(wanted)
     if place is None:
@@ -312,7 +312,7 @@ def empty(plan: Planner, operation: Any) -> None:
 @rule("Tile")
 @always
 def tile(plan: Planner, operation: Any) -> None:
-    """Other axes than that of the rows are repeated; an axis of size 1 may become that of the rows."""
+    """Repeats other axes than that of the rows. An axis of size 1 may become that of the rows."""
     x, times = operation.inputs
     placement, repeated, known = plan.placement(x), plan.sizes_of(times), plan.dims(x)
     if known is None or repeated is None:
@@ -329,7 +329,7 @@ def tile(plan: Planner, operation: Any) -> None:
 
 @rule("Pad", "PadV2", "MirrorPad", "MirrorPadGrad")
 def pad(plan: Planner, operation: Any) -> None:
-    """Other axes than that of the rows are padded."""
+    """Pads other axes than that of the rows."""
     x, paddings = operation.inputs[:2]
     placement, known = plan.placement(x), plan.sizes_of(paddings)
     rest = [plan.replicated(t) for t in list(operation.inputs)[1:]]
@@ -343,7 +343,7 @@ def pad(plan: Planner, operation: Any) -> None:
 
 @rule("EnsureShape")
 def ensure_shape(plan: Planner, operation: Any) -> None:
-    """What is ensured of the rows holds for those of all replicas."""
+    """Ensures the shape except for the number of rows, which differs on a replica."""
     placement, shape_ = plan.placement(operation.inputs[0]), tf.TensorShape(operation.get_attr("shape"))
     if isinstance(placement, Shard) and shape_.rank is not None:
         shape_ = tf.TensorShape([None if i == placement.axis else d for i, d in enumerate(shape_)])
@@ -352,7 +352,7 @@ def ensure_shape(plan: Planner, operation: Any) -> None:
 
 @rule("ReverseV2", "Roll")
 def other_axes(plan: Planner, operation: Any) -> None:
-    """Other axes than that of the rows are turned or shifted."""
+    """Reverses or rolls other axes than that of the rows."""
     x = operation.inputs[0]
     axes, placement, known = plan.numbers(operation.inputs[-1]), plan.placement(x), plan.rank(x)
     inputs = [plan.local(x), *(plan.replicated(t) for t in list(operation.inputs)[1:])]
@@ -366,7 +366,7 @@ def other_axes(plan: Planner, operation: Any) -> None:
 
 @rule("Split", "SplitV")
 def split(plan: Planner, operation: Any) -> None:
-    """Another axis than that of the rows is split."""
+    """Splits another axis than that of the rows."""
     place = 1 if operation.type == "Split" else 0
     x, axis = operation.inputs[place], plan.number(operation.inputs[0 if place else 2])
     placement, known = plan.placement(x), plan.rank(x)
@@ -380,7 +380,7 @@ def split(plan: Planner, operation: Any) -> None:
 
 @rule("Unpack")
 def unpack(plan: Planner, operation: Any) -> None:
-    """An axis becomes tensors."""
+    """Splits along an axis into tensors."""
     (x,) = operation.inputs
     placement, known = plan.placement(x), plan.rank(x)
     axis = operation.get_attr("axis") % known if known else None
@@ -394,7 +394,7 @@ def unpack(plan: Planner, operation: Any) -> None:
 
 @rule("Pack", "ConcatV2")
 def join(plan: Planner, operation: Any) -> None:
-    """Tensors become one, along another axis than that of the rows."""
+    """Joins tensors along another axis than that of the rows."""
     is_pack = operation.type == "Pack"
     tensors = list(operation.inputs) if is_pack else list(operation.inputs)[:-1]
     rest = [] if is_pack else [plan.replicated(operation.inputs[-1])]
@@ -426,7 +426,7 @@ def join(plan: Planner, operation: Any) -> None:
 
 
 def _join_rows(plan: Planner, operation: Any, tensors: list[Any], axis: int) -> None:
-    """Joins rows and rows, as of two views of a batch: a replica goes on with its part of the result."""
+    """Concatenates rows with rows, as of two views of a batch. A replica continues with its part of the result."""
     (result,) = operation.outputs
     size: Size = 0
     for x in tensors:

@@ -1,7 +1,7 @@
-"""Compares what replicas have of a tensor with what one device computes, to a tolerance that is computed.
+"""Compares the replicas' values of a tensor with those of one device. The tolerance is computed.
 
-An operation is repeated on inputs that are changed in their last bit. How far its results part tells how rounding shows in them.
-A sum of n numbers in another order may be rounded about sqrt(n) times as much.
+An operation is repeated on inputs that are changed in their last bit. The spread of its results shows the effect of rounding.
+A sum of n numbers in another order may have about sqrt(n) times that error.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ _LAST_BIT = {
     tf.complex128: 2.0**-52,
 }  # fmt: skip
 _SAFETY = 8.0
-"""Kernels round each operation several times: an exponential of one row and one of many may differ by some last bits."""
+"""Kernels round several times: an exponential of one row and one of many may differ by some last bits."""
 _PERTURBED = (2, 10)
-"""How often inputs are changed. A sum of numbers that cancel takes few values, and may come out the same by chance."""
+"""The numbers of perturbations. A sum of numbers that cancel takes few values, and may be equal by chance."""
 _IN_16_BITS = 4.0
-"""How often a sum is rounded at most: kernels add up numbers of 16 bits in 32."""
+"""The largest number of roundings of a sum: kernels sum 16-bit numbers in 32 bits."""
 
 
 class Difference(NamedTuple):
-    """How replicas part from one device.
+    """A difference between replicas and one device.
 
     Attributes:
-        replica: Which of them does; None if it is what all of them make together.
-        found: The largest difference. For what is no number: how many elements differ.
-        tolerance: The largest that rounding can explain.
-        problem: What is wrong, if no number tells it.
+        replica: The replica that differs; None if it is the value of all together.
+        found: The largest difference; for values that are not numbers, how many elements differ.
+        tolerance: The largest difference that rounding can explain.
+        problem: A description, if no number describes the difference.
     """
 
     replica: int | None
@@ -44,13 +44,13 @@ class Difference(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """What one device gives, and how far rounding may part from it.
+    """The result of one device, and the effect of rounding on it.
 
     Attributes:
-        right: What it gives.
-        perturbed: Returns what it gives when its inputs are changed in their last bit, so many times. It is called if something
-            seems to differ.
-        terms: How many numbers are added up.
+        right: The result.
+        perturbed: Returns the results for this number of perturbations of the inputs. It is called only if a difference is
+            suspected.
+        terms: Number of summed terms.
     """
 
     right: np.ndarray
@@ -59,13 +59,13 @@ class Bounds(NamedTuple):
 
 
 def as_array(value: Any) -> np.ndarray:
-    """Returns what TensorFlow gives NumPy as an array: a scalar string is none."""
+    """Converts a TensorFlow value to an array, including scalar strings."""
     value = value.numpy() if isinstance(value, tf.Tensor) else value
     return np.array(value, object) if isinstance(value, bytes) else np.asarray(value)
 
 
 def nudged(value: tf.Tensor) -> tf.Tensor:
-    """Returns numbers that are changed in their last bit, at random. Zeros, and what is no floating number, stay as they are."""
+    """Changes numbers randomly in their last bit. Zeros, and values that are not floating, stay as they are."""
     if value.dtype not in _LAST_BIT:
         return value
     wide = {tf.float64: tf.float64, tf.complex64: tf.complex64, tf.complex128: tf.complex128}.get(value.dtype, tf.float32)
@@ -74,12 +74,12 @@ def nudged(value: tf.Tensor) -> tf.Tensor:
 
 
 def shape_problem(placement: Placement, shapes: Sequence[tf.TensorShape], shape: tf.TensorShape) -> str:
-    """Says why what replicas have makes no global tensor of a shape; returns nothing if it does.
+    """Describes why the replicas' tensors do not form a global tensor of a shape; empty if they do.
 
     Args:
-        placement: How it is placed.
-        shapes: Of what each replica has.
-        shape: What the trace knows of its shape.
+        placement: Its placement.
+        shapes: The shape on each replica.
+        shape: The shape in the trace, as far as known.
     """
     first = shapes[0].as_list()
     told = ", ".join(str(each.as_list()) for each in shapes)
@@ -97,11 +97,11 @@ def shape_problem(placement: Placement, shapes: Sequence[tf.TensorShape], shape:
 
 
 def joined(placement: Placement, of_replicas: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Returns the global tensor of what replicas have of it.
+    """Returns the global tensor, given the replicas' tensors.
 
     Args:
-        placement: How it is placed.
-        of_replicas: What each replica has.
+        placement: Its placement.
+        of_replicas: The tensor on each replica.
     """
     if isinstance(placement, Shard):
         return tf.concat(of_replicas, placement.axis)
@@ -116,18 +116,18 @@ def difference(
     dtype: tf.DType,
     summed: Sequence[np.ndarray] = (),
 ) -> Difference | None:
-    """Compares a tensor.
+    """Compares a tensor with that of one device.
 
     Args:
-        placement: How it is placed.
-        of_replicas: What each replica has.
-        whole: What they make together.
-        bounds: What one device has.
-        dtype: Of the tensor.
-        summed: Of which addends replicas have made it, if it is a sum.
+        placement: Its placement.
+        of_replicas: The value on each replica.
+        whole: The global value.
+        bounds: The result of one device.
+        dtype: The dtype of the tensor.
+        summed: The addends of the replicas, if it is a sum.
 
     Returns:
-        None if rounding can explain what differs.
+        The difference; None if rounding can explain it.
     """
     right, addends = bounds.right, of_replicas if isinstance(placement, Partial) else summed
     if np.shape(whole) != np.shape(right):
@@ -153,11 +153,11 @@ def difference(
 
 
 def disagreement(of_replicas: Sequence[np.ndarray], dtype: tf.DType) -> Difference | None:
-    """Compares what all replicas should have alike, where nobody knows what one device has.
+    """Compares values that should be equal on all replicas, if the result of one device is unknown.
 
     Args:
-        of_replicas: What each replica has.
-        dtype: Of the tensor.
+        of_replicas: The value on each replica.
+        dtype: The dtype of the tensor.
     """
     first = of_replicas[0]
     for replica, each in enumerate(of_replicas[1:], 1):
@@ -171,7 +171,7 @@ def _tolerance(
 ) -> float:
     spread = max((_distance(each, right, dtype) for each in perturbed if np.shape(each) == np.shape(right)), default=0.0)
     if dtype not in _LAST_BIT:
-        return 2.0 * spread  # As many elements may be decided otherwise again.
+        return 2.0 * spread  # Equally many elements may change again.
     scale = max(_largest(right, dtype), sum(_largest(each, dtype) for each in addends))
     spread = spread if math.isfinite(spread) else 0.0
     rounded = math.sqrt(max(1.0, terms))
@@ -193,10 +193,10 @@ def _wide(value: np.ndarray, dtype: tf.DType) -> Any:
 
 
 def _distance(own: np.ndarray, right: np.ndarray, dtype: tf.DType) -> float:
-    """Returns the largest difference; infinity where one is finite and the other is not. Of what is no number: how many differ."""
+    """Returns the largest difference, infinity if only one value is finite. For other dtypes, how many elements differ."""
     if dtype not in _LAST_BIT:
         return float(np.sum(np.asarray(own != right)))
-    if dtype in (tf.float32, tf.float64):  # Most are finite. Large tensors take time.
+    if dtype in (tf.float32, tf.float64):  # A fast path, since most tensors are finite and large ones take time.
         with np.errstate(all="ignore"):
             plain = float(np.max(np.abs(own - right), initial=0.0))
         if math.isfinite(plain):

@@ -1,7 +1,7 @@
-"""The traced step of one device, run once more, operation by operation, on what the replicas have computed.
+"""The traced step of one device, repeated operation by operation on the values of the replicas.
 
-Each operation gets its inputs as the replicas have them. So an operation that differs is wrong itself: what was wrong before it is
-wrong on both sides, and what was only rounded otherwise has nothing to build up on, such as a unit that is on or off.
+Each operation gets the replicas' inputs. So if an operation differs, that operation is wrong: earlier errors are on
+both sides, and differences by rounding cannot accumulate, for example in a unit that is on or off.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tfrep_strategy.partitioner.step import Observed, Seen
 from tfrep_strategy.partitioner.verification.comparison import joined
 
 _OF_VARIABLES = ("Assign", "ReadVariableOp", "Resource", "Rng", "Stateful", "VariableShape", "VarIsInitializedOp")
-"""How the types of operations begin that do to a variable what can be done again to another one."""
+"""Prefixes of types of operations on a variable that can be repeated on another one."""
 _READS = frozenset({"LookupTableFind", "LookupTableFindV2", "LookupTableSize", "LookupTableSizeV2"})
 _ONLY_READ = _READS | {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VarIsInitializedOp", "VariableShape"}
 _AMBIGUOUS = frozenset({"BroadcastGradientArgs"})
-"""These may name an axis of one element, or leave it out."""
+"""Operations that may list or omit an axis of one element."""
 _BODIES = frozenset({"Case", "If", "PartitionedCall", "StatefulPartitionedCall", "While"})
 _SCANS = frozenset({"Cumprod", "Cumsum", "CumulativeLogsumexp"})
 _DROPPED = frozenset({
@@ -33,9 +33,9 @@ _DROPPED = frozenset({
     "_XlaScope", "_XlaSeparateCompiledGradients", marks.NAME,
 })  # fmt: skip
 _LARGE = 2**15
-"""From so many elements on TensorFlow compares bits faster than NumPy, with what its operations cost to build."""
+"""The number of elements from which TensorFlow compares bits faster than NumPy, including the cost of building."""
 _ONLY_MARKED = frozenset({marks.GRADIENT, marks.SLICES})
-"""Marks of operations that give the same on one device."""
+"""Marks of operations that give the same result on one device."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Place:
     """A tensor of the trace: a tensor of its graph, or of the graph of a function that it calls.
 
     Attributes:
-        path: The names of the operations that call, from the outermost on.
+        path: The names of the calling operations, from the outermost on.
         tensor: The tensor.
-        seen: What each replica has of it.
+        seen: Its observable values on the replicas.
     """
 
     path: tuple[str, ...]
@@ -54,35 +54,35 @@ class Place:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What no other tensor of the trace has."""
+        """A unique key of the tensor in the trace."""
         return *self.path, self.tensor.name
 
 
 def places(graph: Any, observed: Observed, path: tuple[str, ...] = ()) -> Iterator[Place]:
-    """Yields the tensors of a trace that can be seen, in the order of the step.
+    """Yields the observable tensors of a trace, in the order of the step.
 
     Args:
         graph: The traced step.
-        observed: What can be seen of it.
-        path: Those that have called it.
+        observed: Its observable tensors.
+        path: The names of the calling operations.
     """
     for operation in in_order(graph):
         if operation.name in observed.calls:
             inner, of_inner = observed.calls[operation.name]
             yield from places(inner, of_inner, (*path, operation.name))
         for tensor in operation.outputs:
-            # What nothing uses may have no value: a decomposition leaves some out.
+            # An unused output may have no value: a decomposition skips some.
             if tensor.name in observed.seen and (tensor.consumers() or any(tensor is x for x in graph.outputs)):
                 yield Place(path, tensor, observed.seen[tensor.name])
 
 
 @dataclasses.dataclass(frozen=True)
 class Repeated:
-    """What one device computes of an operation.
+    """One device's result of an operation.
 
     Attributes:
         tensor: The result.
-        terms: How many numbers were added up for an element of it, at most.
+        terms: An upper bound of the number of terms summed for one element.
     """
 
     tensor: Any
@@ -90,15 +90,15 @@ class Repeated:
 
 
 class Reference:
-    """A traced step as a function of what replicas have computed in it.
+    """A traced step, as a function of the replicas' values in it.
 
     Args:
         graph: The traced step.
-        observed: What can be seen of it.
-        given: The tensors, by `Place.key`, that operations can get from replicas.
-        specs: Of what each replica returns of the trace.
-        resources: What stands for each resource that the step gets: by the name of an input of the graph.
-        is_forced: Whether operations get what replicas have. Else they get what one device computes, but for what it cannot.
+        observed: Its observable tensors.
+        given: The tensors that operations can get from replicas.
+        specs: The specifications of each replica's observable tensors.
+        resources: Replacements for the resources of the step, by the names of the graph's inputs.
+        is_forced: Whether operations get the replicas' values. Otherwise they get one device's values, if these can be computed.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Reference:
         self._found: dict[tuple[str, ...], Repeated] = {}
         self._large: list[tuple[str, ...]] = []
         self.lost: set[str] = set()
-        """Of `resources`: those that something has written which cannot be repeated, as a loop that reads data."""
+        """Names in `resources` that an operation has written that cannot be repeated, such as a loop that reads data."""
 
         def step(replicas: Sequence[Sequence[tf.Tensor]]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
             self._found, self._large = {}, []
@@ -137,13 +137,13 @@ class Reference:
         self._run: Callable[..., Any] = tf.function(step, [[list(each) for each in specs]], autograph=False)
         self._run.get_concrete_function()
         self.terms = {key: each.terms for key, each in self._found.items()}
-        """By `Place.key`, for what is repeated: how many numbers are added up."""
+        """Number of summed terms for each repeated tensor, by `Place.key`."""
 
     def __call__(self, replicas: Sequence[Sequence[tf.Tensor]]) -> tuple[dict[tuple[str, ...], tf.Tensor], set[tuple[str, ...]]]:
-        """Returns what one device computes of what can be repeated, and which large results replicas have bit by bit.
+        """Returns one device's results for repeatable tensors, and the keys of large results that are equal bit by bit.
 
         Args:
-            replicas: What each replica returns of the trace.
+            replicas: The observable tensors of each replica.
         """
         parted, results = self._run([list(each) for each in replicas])
         same = {key for key, flag in zip(self._large, parted, strict=True) if not flag}
@@ -156,13 +156,13 @@ class Reference:
 
         Args:
             graph: The graph.
-            observed: What can be seen of it.
-            path: Those that have called it.
-            given: By `Place.key`: what replicas have.
-            known: What its inputs are.
+            observed: Its observable tensors.
+            path: The names of the calling operations.
+            given: The replicas' values, by `Place.key`.
+            known: The inputs of the graph.
 
         Returns:
-            By name: what its operations get of each tensor.
+            The tensors that its operations get, by name.
         """
         made: dict[str, Any] = {}
         for operation in in_order(graph):
@@ -174,7 +174,7 @@ class Reference:
             elif len(inputs) < len(operation.inputs) or not _can_be_repeated(operation, observed):
                 for place, x in enumerate(operation.inputs):
                     if x.dtype == tf.resource and _may_write(operation, place):
-                        known.pop(x.name, None)  # Nobody knows what it holds then.
+                        known.pop(x.name, None)  # The value of the resource is unknown afterwards.
             elif operation.name in observed.calls:
                 inner, of_inner = observed.calls[operation.name]
                 taken = {own.name: each for own, each in zip(inner.inputs, inputs, strict=True)}
@@ -187,14 +187,14 @@ class Reference:
                 new = made[operation.name] = _again(operation, [each.tensor for each in inputs], made)
                 terms = _terms(new) * max((each.terms for each in inputs), default=1.0)
                 results = [Repeated(x, terms) for x in new.outputs]
-            for tensor, result in zip(operation.outputs, results, strict=False):  # Behind them may be what a gradient needs.
+            for tensor, result in zip(operation.outputs, results, strict=False):  # Further outputs may be for a gradient.
                 if result is not None:
                     known[tensor.name] = result
                     if tensor.name in observed.seen and operation.type not in _AMBIGUOUS:
                         self._found[*path, tensor.name] = result
             for tensor in operation.outputs:
                 key = (*path, tensor.name)
-                # A shape may follow from a constant, and not from a value that is given.
+                # A shape may depend on the value of a constant. A given value would hide it.
                 if key in given and (tensor.name not in known or (self._is_forced and operation.type != "Const")):
                     known[tensor.name] = Repeated(given[key], 1.0)
         return known
@@ -209,7 +209,7 @@ def _differs(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
 
 
 def _can_be_repeated(operation: Any, observed: Observed) -> bool:
-    """Returns whether one device gives the same again, and does nothing else: draws, and what the world sees, do not."""
+    """Returns whether one device can repeat an operation with the same result and without visible effects, unlike random draws."""
     mark = marks.mark_of(operation)
     has_own = any(x.name in observed.own for x in (*operation.inputs, *operation.outputs))
     if has_own or (mark is not None and mark not in _ONLY_MARKED):
@@ -229,11 +229,11 @@ def _can_be_repeated(operation: Any, observed: Observed) -> bool:
 
 
 def _may_write(operation: Any, place: int) -> bool:
-    """Returns whether an operation may write the resource that is its input in a place. Bodies are asked what they do with it."""
+    """Returns whether an operation may write the resource at an input's index. Bodies are searched."""
     bodies = list(_functions(operation))
     if not bodies:
         return operation.type not in _ONLY_READ
-    place -= operation.type.removeprefix("Stateless") in ("Case", "If")  # The first input says which branch is taken.
+    place -= operation.type.removeprefix("Stateless") in ("Case", "If")  # The first input chooses the branch.
     for graph in bodies:
         handle = None if graph is None else graph.inputs[place]
         if handle is None:
@@ -250,7 +250,7 @@ def _is_repeatable(graph: Any) -> bool:
 
 
 def _functions(operation: Any) -> Iterator[Any]:
-    """Yields the graphs of the functions that an operation calls; None for what has none."""
+    """Yields the graphs of the functions that an operation calls; None for a function without a graph."""
     for attribute in operation.node_def.attr.values():
         for each in (attribute.func, *attribute.list.func):
             if each.name:
@@ -271,7 +271,7 @@ def _again(operation: Any, inputs: Sequence[tf.Tensor], made: Mapping[str, Any])
 
 
 def _terms(operation: Any) -> float:
-    """Returns how many numbers an operation may add up for an element of a result, as their sizes tell."""
+    """Returns an estimate, from sizes, of the number of terms that an operation sums for an element of a result."""
     inputs = sorted((x.shape.num_elements() or 1 for x in operation.inputs if x.shape.rank is not None), reverse=True)
     if not inputs:
         return 1.0

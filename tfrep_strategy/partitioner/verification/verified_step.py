@@ -1,6 +1,6 @@
-"""Compares the first runs of each step that the replicas of a run take, from its first operation to its last, with one device.
+"""Compares the first runs of each partitioned step, operation by operation, with one device.
 
-The other ranks hand it what they have by files in a folder, and not through the transport, which may be what is wrong.
+Other ranks pass their values through files in a folder, not through the transport, which may be what is wrong.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ _UNREPEATABLE_DRAWS = frozenset({
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """What a variable held.
+    """The values of a variable around a step.
 
     Attributes:
         name: Its name.
-        placement: Whether replicas have copies, or addends.
-        before: What each replica had of it before the step.
-        after: What each has after it.
+        placement: Whether replicas hold copies, or addends.
+        before: Its value on each replica before the step.
+        after: Its value on each replica after the step.
     """
 
     name: str
@@ -64,14 +64,13 @@ class Held:
 class Finding:
     """The first tensor of a step that differs from one device's.
 
-    Attributes:
-        what: The type and the name of the operation, or the variable.
-        layer: The scope in which it was made, which names the layer.
-        line: The line of the user's program that has made it.
-        placement: How it is placed.
-        replica: Which replica has something else; None if it is what all of them make together.
-        difference: How large the difference is.
-        tolerance: How large rounding can make it.
+    what: The type and the name of the operation, or the variable.
+    layer: The scope of the operation, which names the layer.
+    line: The line of the user's program that made it.
+    placement: Its placement.
+    replica: The replica that differs; None if it is the value of all together.
+    difference: The size of the difference.
+    tolerance: The largest difference that rounding can explain.
     """
 
     what: str
@@ -88,13 +87,13 @@ class VerifiedStep:
 
     Args:
         graph: The traced step.
-        observed: What replicas return of it.
-        resources: By the name of an input: resources that are no variables, which the step may read.
+        observed: Its observable tensors.
+        resources: Resources other than variables that the step may read, by the names of inputs.
 
     Attributes:
-        compared: How many tensors were compared in the last run.
-        alone: Why one device could not go on with what replicas have in the last run, but with its own results; empty if it could.
-        draws: Whether the step draws numbers that nobody can draw again.
+        compared: Number of tensors that were compared in the last run.
+        alone: The reason why one device could not use the replicas' values in the last run, only its own; empty if it could.
+        draws: Whether the step draws random numbers that cannot be repeated.
     """
 
     def __init__(self, graph: Any, observed: Observed, resources: Mapping[str, Any] | None = None) -> None:
@@ -102,7 +101,7 @@ class VerifiedStep:
         self._places = list(places(graph, observed))
         self._references: dict[Any, Reference] = {}
         self._copies: dict[str, tf.Variable] = {}
-        """By the name of an input: a variable of one device, in place of the copies of the replicas."""
+        """Variables of one device that replace the replicas' copies, by the names of inputs."""
         self._right: dict[tuple[str, ...], tf.Tensor] = {}
         self._same: set[tuple[str, ...]] = set()
         self._after: dict[str, np.ndarray] = {}
@@ -113,14 +112,14 @@ class VerifiedStep:
         """Compares a run.
 
         Args:
-            replicas: Of each replica, what it returns of the trace, as `Observed` says.
-            held: By the name of an input of the trace: what a variable held.
+            replicas: The observable tensors of each replica, as described by `Observed`.
+            held: The values of variables, by the names of inputs of the trace.
 
         Returns:
             The first difference in the order of the step; None if rounding can explain all.
         """
         self.compared, self.alone = 0, ""
-        for each in held.values():  # A copy that was wrong before makes all wrong that comes after.
+        for each in held.values():  # A wrong copy would make all later values wrong.
             arrays = list(map(as_array, each.before))
             parted = disagreement(arrays, each.before[0].dtype) if isinstance(each.placement, Replicate) else None
             if parted is not None:
@@ -133,7 +132,7 @@ class VerifiedStep:
         given = [place for place in self._places if place.key not in problems]
         try:
             self._repeat(given, replicas, held, is_forced=True)
-        except (tf.errors.OpError, ValueError, TypeError) as error:  # What replicas have fits nowhere.
+        except (tf.errors.OpError, ValueError, TypeError) as error:  # The replicas' values do not fit.
             self.alone = str(error)
             self._repeat(given, replicas, held, is_forced=False)
         for place in self._places:
@@ -157,7 +156,7 @@ class VerifiedStep:
 
     def _compared(self, place: Place, replicas: Sequence[Sequence[tf.Tensor]]) -> Difference | None:
         seen, dtype, key = place.seen, place.tensor.dtype, place.key
-        if key not in self._right:  # It cannot be repeated, or is given.
+        if key not in self._right:  # The tensor cannot be repeated, or is an input.
             if place.tensor.op.type in ("Placeholder", "PlaceholderWithDefault") and place.path:
                 return None
             if isinstance(seen.placement, Replicate):
@@ -182,7 +181,7 @@ class VerifiedStep:
     def _repeat(
         self, given: Sequence[Place], replicas: Sequence[Sequence[tf.Tensor]], held: Mapping[str, Held], is_forced: bool
     ) -> None:
-        """Repeats the step. It is repeated with other last bits when a difference asks for it, for all that follow."""
+        """Repeats the step. Perturbed runs follow when a difference is suspected, and are kept for later ones."""
         before = {name: joined(each.placement, each.before) for name, each in held.items()}
         for name, value in before.items():
             if name not in self._copies:
@@ -217,7 +216,7 @@ def _locals(place: Place, replicas: Sequence[Sequence[tf.Tensor]]) -> list[np.nd
 
 
 def _parted_from_parts(place: Place, replicas: Sequence[Sequence[tf.Tensor]], whole_at: int) -> Difference | None:
-    """Compares what replicas got of a whole with what they have made it of."""
+    """Compares a whole tensor that replicas received with their parts of it."""
     own, received = _locals(place, replicas), [as_array(each[whole_at]) for each in replicas]
     whole = as_array(joined(place.seen.placement, [each[place.seen.local] for each in replicas]))
     addends = own if isinstance(place.seen.placement, Partial) else ()
@@ -227,7 +226,7 @@ def _parted_from_parts(place: Place, replicas: Sequence[Sequence[tf.Tensor]], wh
 def _of_tensor(place: Place, parted: Difference) -> Finding:
     operation = place.tensor.op
     name = " in ".join([repr(place.tensor.name), *map(repr, reversed(place.path))])
-    # What is read is wrong where it was written.
+    # The value of a read is wrong if its write is.
     write = _last_write(operation.graph, operation.inputs[0].name, operation) if operation.type == "ReadVariableOp" else None
     if write is not None:
         return _of_operation(write, f"what {name} reads", place.seen.placement, parted)
@@ -235,7 +234,7 @@ def _of_tensor(place: Place, parted: Difference) -> Finding:
 
 
 def _last_write(graph: Any, handle: str, before: Any = None) -> Any:
-    """Returns the operation that has written a variable last; None if none has."""
+    """Returns the operation that wrote a variable last; None if none did."""
     last = None
     for operation in in_order(graph):
         if operation is before:
@@ -268,10 +267,10 @@ class Variable(NamedTuple):
     """A variable that a step uses.
 
     Attributes:
-        place: Of its handle among the inputs of the step.
+        place: The index of its handle among the inputs of the step.
         name: Its name.
         dtype: Its dtype.
-        placement: Whether replicas have copies of it, or addends.
+        placement: Whether replicas hold copies of it, or addends.
     """
 
     place: int
@@ -284,12 +283,12 @@ class Watch:
     """Compares the first runs of a step.
 
     Args:
-        asked: What is asked of this process.
+        asked: The settings of `tfrep verify`.
         step: The step, which is observed.
-        variables: Those that it uses.
-        resources: What else it uses: by the place among its inputs.
-        first_replica: The number of the first replica of this process.
-        replicas: How many replicas the run has.
+        variables: The variables that it uses.
+        resources: Other resources that it uses, by their index among the inputs.
+        first_replica: The id of the first replica of this process.
+        replicas: Number of replicas of the run.
     """
 
     def __init__(
@@ -307,11 +306,11 @@ class Watch:
         self._verified: VerifiedStep | None = None
 
     def values(self, inputs: Sequence[Sequence[Any]], devices: Sequence[str]) -> list[list[tf.Tensor]]:
-        """Reads what each replica of this process has of the variables, in the graph that is being built.
+        """Reads the variables on each replica of this process, in the graph that is being built.
 
         Args:
-            inputs: What each replica gives for the inputs of the step.
-            devices: Of the replicas.
+            inputs: The inputs of the step on each replica.
+            devices: The devices of the replicas.
         """
         found = []
         for own, device in zip(inputs, devices, strict=True):
@@ -323,12 +322,12 @@ class Watch:
     def compare(
         self, before: Sequence[Sequence[tf.Tensor]], seen: Sequence[Sequence[tf.Tensor]], after: Sequence[Sequence[tf.Tensor]]
     ) -> None:
-        """Adds what compares a run to the graph that is being built.
+        """Adds the comparison of a run to the graph that is being built.
 
         Args:
-            before: What each replica of this process had of the variables.
-            seen: What each of them returns of the trace.
-            after: What it has of the variables then.
+            before: The variables on each replica of this process before the step.
+            seen: The observable tensors of each of them.
+            after: The variables after the step.
         """
         flat = [x for of_replica in zip(before, seen, after, strict=True) for part in of_replica for x in part]
         tf.py_function(self._note, flat, [])
