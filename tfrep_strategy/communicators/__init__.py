@@ -30,10 +30,10 @@ def make_communicator(name: str | Communicator, environment: Any, device: str | 
 
     Args:
         name: `"horovod"`, `"tf"`, `"mpi"`, `"shared_memory"`, `"auto"`, a name given to `register_communicator`, or a
-            `Communicator`, which is returned as it is. `"auto"` is what `TFREP_COMMUNICATOR` names, which `tfrep run` sets. Without
-            it, `"auto"` is TensorFlow's collectives if the environment can tell the address of every process, else Horovod,
-            which finds the processes itself, or MPI where `mpirun` started them and Horovod has no MPI. Processes that could
-            talk over TensorFlow's collectives, and find that they can all share memory and have no GPU, use common memory.
+            `Communicator`, which is returned. `"auto"` is the communicator in `TFREP_COMMUNICATOR`, which `tfrep run` sets.
+            Without it, `"auto"` is TensorFlow's collectives if the environment can tell the address of every process, else
+            Horovod, which finds the processes itself, or MPI if `mpirun` started them and Horovod has no MPI. Processes that
+            could use TensorFlow's collectives use shared memory instead if all can share memory and none has a GPU.
         environment: The `Environment` with rank, size and addresses.
         device: Device that TensorFlow's collectives run on. Default: chosen by the local rank.
 
@@ -46,7 +46,7 @@ def make_communicator(name: str | Communicator, environment: Any, device: str | 
     """
     communicator = name if isinstance(name, Communicator) else _named(name, environment, device)
     _check_place(communicator, environment)
-    if communicator.size > 1 and communicator.name != "tf":  # There ranks have compared versions where they met.
+    if communicator.size > 1 and communicator.name != "tf":  # Its ranks compared versions in their rendezvous.
         _check_versions(communicator)
     return communicator
 
@@ -127,7 +127,7 @@ def _made_by(factory: Callable[[Any], Any], name: str, environment: Any) -> Comm
 
 
 def _check_place(communicator: Communicator, environment: Any) -> None:
-    """Refuses a communicator that connects other processes than were started: each process would train alone."""
+    """Refuses a communicator that connects other processes than the environment's: each process would train alone."""
     told, found = (environment.rank, environment.size), (communicator.rank, communicator.size)
     if environment.size == 1 or told == found:
         return

@@ -32,11 +32,11 @@ def carry(tensor: tf.Tensor, op: str = "sum") -> tf.Tensor:
         >>> carry(tf.constant([200], tf.uint8)).dtype.name
         'int32'
     """
-    if tensor.dtype == tf.int32 and op == "mean":  # Its sum has no limits that the mean does not have.
+    if tensor.dtype == tf.int32 and op == "mean":  # Its sum may overflow where the mean does not.
         return tf.cast(tensor, tf.int64)
     if tensor.dtype != tf.uint64:
         return tf.cast(tensor, _CARRIERS.get(tensor.dtype, tensor.dtype))
-    # Sums and products are the same modulo 2**64. For min and max the cast must keep the order.
+    # Sums and products are equal modulo 2**64. For min and max the cast must keep the order.
     return tf.bitcast(_flip_sign_bit(tensor) if op in ("min", "max") else tensor, tf.int64)
 
 
@@ -47,7 +47,7 @@ def uncarry(tensor: tf.Tensor, dtype: tf.DType, op: str = "sum", size: int = 1) 
         tensor: The result of the reduction. For "mean" it is the sum.
         dtype: The dtype of the original.
         op: The reduction.
-        size: For "mean": how many tensors were added.
+        size: For "mean": the number of tensors that were added.
 
     Example:
         >>> uncarry(carry(tf.constant([7], tf.uint64), "max"), tf.uint64, "max").numpy().tolist()
@@ -114,8 +114,8 @@ def _flip_sign_bit(tensor: tf.Tensor) -> tf.Tensor:
 def outside_xla() -> Iterator[None]:
     """Excludes the operations of a collective from XLA's compilation of a step.
 
-    Transports have no XLA kernels. Moreover, XLA could fuse a sum with the update after it and round differently than on
-    another replica. The replicas would then diverge, bit by bit.
+    Transports have no XLA kernels. Moreover, XLA could fuse a sum with a following update, and round differently on each
+    replica. The replicas would then diverge, bit by bit.
     """
     eager = tf.executing_eagerly()
     with contextlib.nullcontext() if eager else tf.xla.experimental.jit_scope(compile_ops=False):
@@ -127,7 +127,7 @@ _WORD = 4
 
 
 def _to_words(data: bytes) -> tf.Tensor:
-    """Returns bytes as an int32 vector, with zeros at the end where their number is no multiple of four."""
+    """Returns bytes as an int32 vector, padded with zeros."""
     return tf.constant(np.frombuffer(data + bytes(-len(data) % _WORD), np.int32))
 
 
@@ -146,7 +146,7 @@ class Communicator(abc.ABC):
     """Runs collectives between the processes of a run; one object per process.
 
     Subclass it to add a transport: set `rank` and `size` (on several machines also `local_rank` and `local_size`), and
-    implement the three abstract methods. The other methods have defaults, which are exact. Override one where the transport
+    implement the three abstract methods. The other methods have exact defaults. Override one if the transport
     has a faster way. All ranks call the same methods in the same order, with tensors of the same dtype and shape; only
     `all_gather` and `all_to_all` allow another first dimension. Methods take and return tensors, eager or symbolic. They
     need no gradient. `tfrep.register_communicator` gives a transport a name.
@@ -163,7 +163,7 @@ class Communicator(abc.ABC):
     local_rank: int = 0
     local_size: int = 1
     bucket_bytes: int = 32 << 20
-    """The size of a gradient bucket in bytes, where the user sets none."""
+    """The size of a gradient bucket in bytes, if the user sets none."""
 
     @abc.abstractmethod
     def all_reduce(self, tensors: Sequence[tf.Tensor], op: str = "sum") -> list[tf.Tensor]:
@@ -195,7 +195,7 @@ class Communicator(abc.ABC):
         A transport without groups raises a ConfigurationError. Everything but `strategy.new_group` works without them.
         """
 
-    # What follows has defaults.
+    # Methods with defaults.
 
     def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]:
         """Returns rank `root`'s tensors on every rank, bit by bit.
@@ -225,7 +225,7 @@ class Communicator(abc.ABC):
             splits: int32, of shape `[size]`.
 
         Returns:
-            The received rows, in rank order, and how many came from each rank (int32, shape `[size]`).
+            The received rows, in rank order, and the number of rows from each rank (int32, shape `[size]`).
         """
         tensor = tf.convert_to_tensor(tensor)
         table = tf.reshape(self.all_gather(tf.cast(splits, tf.int32)), [self.size, self.size])
@@ -245,7 +245,7 @@ class Communicator(abc.ABC):
         return reduced[start : start + base + tf.cast(self.rank < longer, tf.int32)]
 
     def all_gather_equal(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Does what `all_gather` does, for tensors of one shape on all ranks: nothing has to be agreed on before.
+        """Does the same as `all_gather`, for tensors of one shape on all ranks. This saves an exchange of sizes.
 
         Args:
             tensor: A dense tensor of rank one or more, of any numeric dtype or bool.
@@ -260,34 +260,35 @@ class Communicator(abc.ABC):
         self.all_reduce([tf.zeros([1])], "sum")
 
     def note_call(self, what: str) -> None:  # noqa: B027
-        """Tells other ranks of a function that this rank calls now, and waits for none of them.
+        """Reports to other ranks that this rank calls a function now. It does not wait for them.
 
         Args:
-            what: The function, and the shapes that it is called with: the same on all ranks.
+            what: The function and its shapes, equal on all ranks.
 
         Raises:
-            DesyncError: Ranks have called different functions before. Only communicators that know of the other ranks' calls find
-                out.
+            DesyncError: Ranks have called different functions before. Only communicators that know the other ranks' calls raise it.
         """
 
     def check_program(  # noqa: B027
         self, name: str, digest: bytes, lines: Callable[[], Sequence[tuple[str, str]]]
     ) -> None:
-        """Refuses a program that other ranks have otherwise, before it runs. It waits for no rank that has none of this name.
+        """Refuses a program that differs from that of other ranks, before it runs. It does not wait for ranks without such a
+        program.
 
         Args:
-            name: The same on all ranks.
-            digest: Is equal for equal programs.
-            lines: Returns for each line of the program what must be equal, and what to tell of it; called if something differs.
+            name: Its name, equal on all ranks.
+            digest: A digest that is equal for equal programs.
+            lines: Returns, for each line of the program, a text that must be equal, and a description for the error. It is called
+                if the digests differ.
 
         Raises:
-            DesyncError: The programs differ. Only communicators that know of the other ranks' calls find out.
+            DesyncError: The programs differ. Only communicators that know the other ranks' calls raise it.
         """
 
     def abort(self, reason: str) -> None:  # noqa: B027
         """Makes running and later collectives fail. The monitor calls it, in a thread, when they would wait forever.
 
-        It is called again while a running collective has not ended. After some seconds the process is ended instead.
+        It is called again while a running collective has not ended. After some seconds the process is ended.
         A transport that cannot abort does nothing, and relies on its own time limit.
 
         Args:
@@ -297,12 +298,12 @@ class Communicator(abc.ABC):
     def close(self) -> None:  # noqa: B027
         """Ends the communication. No other method may be called afterwards."""
 
-    # Collectives of Python objects, used once per run rather than once per step.
+    # Collectives of Python objects, which are used once per run, not once per step.
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Gathers one picklable Python object of each rank, in rank order. Not for use inside a `tf.function`.
 
-        The ranks compare sizes and digests first. If all objects are alike, as they mostly are, nothing else is sent.
+        The ranks compare sizes and digests first. If all objects are equal, as is usual, nothing else is sent.
         """
         data = cloudpickle.dumps(value)
         digest = np.frombuffer(hashlib.blake2b(data, digest_size=16).digest(), np.int64)
@@ -314,7 +315,7 @@ class Communicator(abc.ABC):
         return [pickle.loads(part.tobytes()[:size]) for part, size in zip(parts, told[:, 0].tolist(), strict=True)]
 
     def _gather_words(self, words: tf.Tensor, counts: Sequence[int]) -> tf.Tensor:
-        """Does what `all_gather` does for an int32 vector, where each rank knows how many numbers each brings."""
+        """Does the same as `all_gather` for an int32 vector, if each rank knows the length of each vector."""
         return self.all_gather(words)
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
@@ -378,13 +379,13 @@ Arrays = list[np.ndarray]
 class HostCommunicator(Communicator):
     """Adds operations that call Python on the CPU. Tensors of a GPU are copied.
 
-    A subclass implements the methods on arrays, which get contiguous ones and must not write to them. Collectives of a function
+    A subclass implements the methods on arrays. These are contiguous and must not be written to. Collectives of a function
     run in program order, unused ones too.
     """
 
     @abc.abstractmethod
     def reduce_arrays(self, arrays: Arrays, op: str) -> Arrays:
-        """Reduces arrays over the ranks. They are of no dtype of one or two bytes. For "mean" it returns the sum."""
+        """Reduces arrays over the ranks. Their dtypes have at least four bytes. For "mean" it returns the sum."""
 
     @abc.abstractmethod
     def gather_array(self, array: np.ndarray) -> np.ndarray:
@@ -396,11 +397,11 @@ class HostCommunicator(Communicator):
 
     @abc.abstractmethod
     def scatter_array(self, array: np.ndarray, rows: Sequence[int], op: str) -> np.ndarray:
-        """Reduces an array as `reduce_arrays` does, and returns the own rows. Rank r gets the next `rows[r]`."""
+        """Reduces an array like `reduce_arrays`, and returns this rank's rows. Rank r gets the next `rows[r]`."""
 
     @abc.abstractmethod
     def exchange_rows(self, array: np.ndarray, splits: np.ndarray) -> Arrays:
-        """Sends `splits[r]` rows (int32), all in all, to rank r. Returns the received rows, and how many came from each (int32)."""
+        """Sends the next `splits[r]` rows (int32) to each rank r. Returns the received rows and their number by rank (int32)."""
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], op: str = "sum") -> list[tf.Tensor]:
         self.check_op(op)
@@ -453,8 +454,8 @@ class HostCommunicator(Communicator):
         Args:
             kind: Name of the collective.
             option: An argument of it that must be equal on all ranks.
-            talk: Gets the arrays of `tensors`, and returns as many of the same dtypes.
-            tensors: What is sent.
+            talk: Gets the arrays of `tensors`, and returns equally many of the same dtypes.
+            tensors: The tensors to send.
         """
         if not tensors:
             return []
@@ -463,12 +464,12 @@ class HostCommunicator(Communicator):
                 return [tf.convert_to_tensor(result) for result in talk([_array(tensor) for tensor in tensors])]
             except DesyncError:
                 raise
-            except PeerError as error:  # The monitor knows which rank ended, and explains TensorFlow's errors.
+            except PeerError as error:  # The monitor knows the rank that ended, and explains TensorFlow's errors.
                 raise tf.errors.UnavailableError(None, None, str(error)) from error
         with outside_xla(), tf.device("CPU:0"):
             dtypes = [tensor.dtype for tensor in tensors]
             operation = lambda *arrays: talk([_array(array) for array in arrays])  # noqa: E731
-            # TensorFlow keeps calls of Python in program order, but not a branch or a loop that has some and uses variables.
+            # TensorFlow keeps calls of Python in program order, except in a branch or loop that also uses variables.
             order = Order.of("CPU:0")
             with tf.control_dependencies([order.mark()]):
                 results = tf.nest.flatten(tf.numpy_function(operation, tensors, dtypes, name=HOST_COLLECTIVE))
@@ -478,10 +479,10 @@ class HostCommunicator(Communicator):
 
 
 def _carried(tensor: tf.Tensor, op: str) -> tf.Tensor:
-    """Returns what travels in a reduction. A sum in 16 bits would round after each addition."""
+    """Returns the tensor for a reduction. A sum in 16 bits would round after each addition."""
     return carry(tf.cast(tensor, tf.float32) if tensor.dtype == tf.float16 else tensor, op)
 
 
 def _array(value: Any) -> np.ndarray:
-    """Returns the elements, without a copy if they are in the memory of the host."""
+    """Returns the elements, without a copy if they are in host memory."""
     return np.asarray(value, order="C")

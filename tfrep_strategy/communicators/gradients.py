@@ -1,4 +1,4 @@
-"""Aggregates the gradients of the replicas, which their shares have weighed (`core/step.py`), to the global gradient."""
+"""The aggregation of the replicas' gradients, weighed by their shares (`core/step.py`), to the global gradient."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ AllGather = Callable[[tf.Tensor], tf.Tensor]
 Transform = Callable[[list[Any]], Sequence[Any]]
 
 _REFUSALS = (TypeError, ValueError, AttributeError, tf.errors.OpError)
-"""What a transformer raises that gets pairs in place of gradients, or the other way round."""
+"""Errors of a transformer that gets pairs instead of gradients, or the reverse."""
 _form_of: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""Whether a transformer takes pairs or gradients: `_of_pairs` or `_of_gradients`."""
+"""The form of each transformer, by its arguments: `_of_pairs` or `_of_gradients`."""
 
 
 def aggregate(gradients: Sequence[Gradient], *, all_reduce: AllReduce, all_gather: AllGather, bucket_bytes: int) -> list[Gradient]:
@@ -52,14 +52,14 @@ def aggregate(gradients: Sequence[Gradient], *, all_reduce: AllReduce, all_gathe
 
 
 def summed_where_alike(gathered: tf.IndexedSlices, replicas: int) -> tf.IndexedSlices:
-    """Adds up the slices of all replicas, the first of each with the first of the others, if all have the same rows.
+    """Sums the slices of all replicas, the first of each with the first of the others, if all have the same rows.
 
     Args:
         gathered: The slices of all replicas, in replica order.
         replicas: The number of replicas.
 
     Returns:
-        As many slices as one replica has; `gathered` if the rows of two replicas differ.
+        As many slices as one replica has; or `gathered` if the rows of two replicas differ.
 
     Example:
         >>> of_two = tf.IndexedSlices(tf.constant([[1.0], [2.0], [4.0], [8.0]]), tf.constant([5, 3, 5, 3]), tf.constant([6, 1]))
@@ -104,7 +104,7 @@ def transformed(transform: Transform, gradients: Sequence[Gradient], variables: 
         2.0
     """
     known = None
-    with contextlib.suppress(TypeError):  # It may be no key.
+    with contextlib.suppress(TypeError):  # The transformer may not be hashable.
         known = _form_of.get(transform)
     forms = [known] if known else _fitting_forms(transform, gradients, variables) or [_of_pairs, _of_gradients]
     refusal: Exception | None = None
@@ -113,7 +113,7 @@ def transformed(transform: Transform, gradients: Sequence[Gradient], variables: 
             result = form(transform, gradients, variables)
         except _REFUSALS as error:
             if form is forms[-1]:
-                raise error from refusal  # Whichever of the two forms the transformer has: its own error is there.
+                raise error from refusal  # Shows the transformer's own error, whichever its form is.
             refusal = error
         else:
             break
@@ -147,10 +147,10 @@ def _of_gradients(transform: Transform, gradients: Sequence[Gradient], variables
 
 
 def _fitting_forms(transform: Transform, gradients: Sequence[Gradient], variables: Sequence[Any]) -> list[Any]:
-    """Returns the form of a transformer in a list, which is empty if that cannot be told.
+    """Returns the form of a transformer in a list, which is empty if it cannot be determined.
 
-    It is called in graphs that are thrown away, so that no state changes. Whatever it raises there, it raises again when it is
-    called for real.
+    The transformer is called in graphs that are discarded, so that no state changes. An error is raised again in the
+    real call.
     """
     for form in (_of_pairs, _of_gradients):
         with contextlib.suppress(Exception), tf.__internal__.FuncGraph("trial").as_default(), tf.variable_creator_scope(_refuse):

@@ -80,9 +80,9 @@ class HorovodCommunicator(Communicator):
         self._on_host = any(gpus) and not nccl_connects(gpus)
 
     def _start(self) -> None:
-        # All ranks have to decide alike. A rank may be the only one of its number on a machine, so its HOROVOD_CROSS_SIZE may be 1.
+        # All ranks must decide alike. HOROVOD_CROSS_SIZE may be 1 on a rank whose local rank occurs on one machine only.
         on_one_machine = os.environ.get("HOROVOD_LOCAL_SIZE") == os.environ.get("HOROVOD_SIZE")
-        if self._hvd.mpi_built() or not on_one_machine:  # These cannot be started again.
+        if self._hvd.mpi_built() or not on_one_machine:  # Then Horovod cannot be started again.
             os.environ.setdefault(_TAKES_GROUPS, "1")
         with sockets_closed_in_children():
             self._hvd.init()
@@ -158,7 +158,7 @@ class HorovodCommunicator(Communicator):
         tensors = [tf.convert_to_tensor(t) for t in tensors]
         carried = [_carry_bytes(t) for t in tensors]
         if tf.executing_eagerly():
-            # The monitor has compared the shapes. Horovod's ranks would talk about each broadcast before it begins.
+            # The monitor has compared the shapes. Horovod's ranks would negotiate each broadcast before it begins.
             packed = Packed(carried)
             received = packed.unpack([self._call("broadcast", flat, root_rank=root) for flat in packed.flats])
         else:
@@ -187,8 +187,8 @@ class HorovodCommunicator(Communicator):
             start = self._order.zero()
             sent = tf.nest.map_structure(lambda tensor: _no_constant(tensor, start), tensors)
             result = tf.nest.map_structure(_opaque, operation(sent, **options))
-            # Horovod refuses two running collectives of one name. A function is therefore called again, and a loop goes on,
-            # only when all its collectives have ended. Within one call the names differ, and no collective waits for another.
+            # Horovod refuses two running collectives of one name. So a function is called again, and a loop continues, only after
+            # all its collectives have ended. Within one call the names differ, and no collective waits for another.
             self._order.keep(result)
         return result
 
@@ -256,7 +256,7 @@ def _no_constant(tensor: tf.Tensor, start: tf.Tensor) -> tf.Tensor:
     """Hides from TensorFlow's optimizer that the tensor is constant; shares its memory. `start` is 0, unknown to TensorFlow."""
     if tensor.shape.rank:
         return tensor[start:]
-    flat = tf.reshape(tensor, [-1])  # Operations such as `tf.sparse.reduce_sum` do not tell that they give a scalar.
+    flat = tf.reshape(tensor, [-1])  # Operations such as `tf.sparse.reduce_sum` do not report that they return a scalar.
     return flat[start] if tensor.shape.rank == 0 else tf.reshape(flat[start:], tf.shape(tensor))
 
 

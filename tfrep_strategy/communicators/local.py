@@ -1,6 +1,6 @@
-"""Communication between the replicas of one process: in the graph that they share, and by collectives inside branches.
+"""Communication between the replicas of one process: in their common graph, and by collectives inside branches.
 
-Collectives under TensorFlow's own strategies, such as `tf.distribute.TPUStrategy`.
+Also collectives under TensorFlow's own strategies, such as `tf.distribute.TPUStrategy`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tfrep_strategy.core.tf import NCCL_DTYPES, BranchGraph, PerReplica, nccl_al
 from tfrep_strategy.errors import ConfigurationError, DesyncError, message
 
 _REDUCTIONS = {"min": tf.minimum, "max": tf.maximum, "product": tf.multiply}
-_ON_GPUS = NCCL_DTYPES - {tf.int32}  # TensorFlow keeps int32 in the memory of the host.
+_ON_GPUS = NCCL_DTYPES - {tf.int32}  # TensorFlow keeps int32 in host memory.
 # Above the keys of groups of processes (`ring.py`).
 _group_keys = itertools.count(2**30 + 1000)
 
@@ -33,7 +33,7 @@ class LocalGroup:
 
     Args:
         strategy: A `MirroredStrategy`.
-        members: The replicas of the group, in order. Every other replica is a group of its own.
+        members: The replicas of the group, in order. Every other replica is alone in a group.
     """
 
     def __init__(self, strategy: Any, members: Sequence[int]) -> None:
@@ -41,7 +41,7 @@ class LocalGroup:
         self.key = next(_group_keys)
         self.nccl = nccl_connects([identity_of_gpu(strategy.extended.worker_devices[replica]) for replica in self.members])
         self.called: weakref.WeakKeyDictionary[Any, dict[str, list[Any]]] = weakref.WeakKeyDictionary()
-        """What the first member called at each place: of a graph's branches, or (under the group) of inner functions."""
+        """The calls of the first member at each place, by graph for branches, or under the group for inner functions."""
         self._communicators: dict[int, LocalCommunicator] = {}
 
     def communicator(self, replica: int) -> LocalCommunicator:
@@ -87,7 +87,7 @@ class LocalCommunicator(Communicator):
         carried = [carry(t, op) for t in tensors]
         reduce = functools.partial(self._reduce, op=op)
         if self._group.nccl and self.size > 1:
-            # NCCL launches a kernel on every GPU for each sum, so it gets few large tensors. On CPUs packing would be a mere copy.
+            # NCCL launches a kernel on every GPU for each sum, so it gets few large tensors. On CPUs packing would only copy.
             with tf.device(self._device):
                 packed = Packed(carried)
             reduced = packed.unpack(self._meet(packed.flats, reduce))
@@ -149,8 +149,8 @@ class LocalCommunicator(Communicator):
             check: Takes the calls of the members, in order.
 
         Returns:
-            The result of `check` where the replicas build one graph; elsewhere None, and the collective compares the shapes.
-            In an inner `tf.function`, a call is compared with those that the first replica ever made at this place: a
+            The result of `check` if the replicas build one graph. Otherwise None, and the collective compares the shapes.
+            In an inner `tf.function`, a call is compared with all calls that the first replica ever made at this place. A
             replica that has traced the function before does not trace it again, so the replicas cannot wait for it.
         """
         shared = self._shared_graph()
@@ -164,9 +164,9 @@ class LocalCommunicator(Communicator):
         return None
 
     def _matching(self, what: str, called: Any, check: Callable[[Sequence[Any]], Any]) -> Any:
-        """Returns the call of the first member that this call belongs to. Each member builds a graph of its own here.
+        """Returns the first member's call that this call belongs to. Each member builds its own graph here.
 
-        TensorFlow builds a step for the first member first. So what another member calls in a correct program is known.
+        TensorFlow builds a step for the first member first. So the calls of other members in a correct program are known.
         """
         shared = self._shared_graph()
         owner = shared if _is_branch_of(shared) else self._group
@@ -184,10 +184,10 @@ class LocalCommunicator(Communicator):
         return called
 
     def _fitting(self, kind: str, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns tensors whose use fails if the replicas, which build graphs of their own here, pass different shapes.
+        """Returns tensors whose use fails if the replicas, which build separate graphs here, pass different shapes.
 
-        They would wait for each other for ever, since TensorFlow tells collectives apart by their shapes. In branches, shapes
-        that the program tells while it is being built cost nothing. In functions a replica may use an earlier trace, so the
+        Otherwise the replicas would wait for each other forever, since TensorFlow distinguishes collectives by their shapes. In
+        branches, shapes that are known at trace time cost nothing. In functions a replica may use an earlier trace, so the
         shapes are compared in every call.
         """
 
@@ -203,7 +203,7 @@ class LocalCommunicator(Communicator):
         return self._ring.of_equal_shapes(kind, tensors)
 
     def _apart(self) -> bool:
-        """Returns whether this replica builds a graph of its own."""
+        """Returns whether this replica builds a separate graph."""
         return tf.compat.v1.get_default_graph() is not self._shared_graph()
 
     def _shared_graph(self) -> Any:
@@ -253,10 +253,10 @@ class LocalCommunicator(Communicator):
 
 
 def summed_everywhere(values: Sequence[tf.Tensor], nccl: bool) -> list[tf.Tensor]:
-    """Sums what the replicas of a process have, and returns the sum for each of them. NCCL puts it on its device.
+    """Sums the values of the replicas of a process, and returns the sum for each of them. NCCL puts it on each device.
 
     Args:
-        values: What each replica has.
+        values: The value of each replica.
         nccl: Whether NCCL connects their devices.
     """
     if nccl and len(values) > 1 and values[0].dtype in _ON_GPUS:
@@ -287,7 +287,7 @@ _REDUCTIONS_ALONG_AXES = {"min": tf.reduce_min, "max": tf.reduce_max, "product":
 
 
 class ContextCommunicator(Communicator):
-    """Builds every collective from the two that each strategy of TensorFlow has: a sum, and a gather of equal shapes.
+    """Builds every collective from the two of TensorFlow's strategies: a sum, and a gather of equal shapes.
 
     Args:
         context: The `tf.distribute.ReplicaContext` of this replica.

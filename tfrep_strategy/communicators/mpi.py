@@ -16,18 +16,18 @@ from tfrep_strategy.core.limits import timeout_seconds
 from tfrep_strategy.errors import ConfigurationError, PeerError, install_hint, message
 
 _SPIN_SECONDS, _SLEEP_SECONDS = 0.002, 0.0002
-"""For how long a wait asks without a pause, and its pauses afterwards. Ranks may share cores."""
+"""The time in which a wait polls without a pause, and its pauses afterwards. Ranks may share cores."""
 
 
 class MpiCommunicator(HostCommunicator):
     """Runs collectives over MPI, on the CPU. Tensors of a GPU are copied.
 
-    Waits ask MPI again and again whether a collective has ended, and do not block in it. So `abort` can end them.
+    Waits poll MPI, and do not block in it, so that `abort` can end them.
 
     Args:
-        environment: Knows `local_rank` and `local_size`. MPI itself knows the rank and the others.
-        group: An `mpi4py.MPI.Comm`, for a subgroup. Default: a copy of MPI's world, so that messages of the program's own cannot
-            meet these.
+        environment: Provides `local_rank` and `local_size`. MPI itself knows the rank and the size.
+        group: An `mpi4py.MPI.Comm`, for a subgroup. Default: a copy of MPI's world, so that the program's own messages do not
+            interfere.
 
     Raises:
         ConfigurationError: `mpi4py` is not installed, finds no MPI, or was started for one thread only.
@@ -36,9 +36,9 @@ class MpiCommunicator(HostCommunicator):
 
     name = "mpi"
     _aborted: ClassVar[str] = ""
-    """Why waits end, those of all communicators of this process."""
+    """The reason for which waits end, for all communicators of this process."""
     _unfinished: ClassVar[list[Any]] = []
-    """Requests that were given up. MPI may still write to the memory that they refer to."""
+    """Abandoned requests. MPI may still write to their memory."""
 
     def __init__(self, environment: Any, group: Any = None) -> None:
         self._mpi = mpi = loaded_mpi()
@@ -55,14 +55,14 @@ class MpiCommunicator(HostCommunicator):
         ranks = self.check_group(ranks)
         if self.rank not in ranks:
             return None
-        # The members alone make it, and wait for nobody else.
+        # Only the members call it, so it does not wait for others.
         return MpiCommunicator(self, self._group.Create_group(self._group.Get_group().Incl(ranks)))
 
     def abort(self, reason: str) -> None:
         MpiCommunicator._aborted = reason
 
     def reduce_arrays(self, arrays: Arrays, op: str) -> Arrays:
-        sent = [to_ordered_array(array, op) for array in arrays]  # MPI's own may lose NaN, or depend on the order for 0.0 and -0.0.
+        sent = [to_ordered_array(array, op) for array in arrays]  # MPI's own reductions may lose NaN, or reorder 0.0 and -0.0.
         results = [np.empty_like(array) for array in sent]
         self._finish([self._group.Iallreduce(*pair, self._ops[op]) for pair in zip(sent, results, strict=True)])
         return [from_ordered_array(result, array.dtype, op) for result, array in zip(results, arrays, strict=True)]
@@ -100,7 +100,7 @@ class MpiCommunicator(HostCommunicator):
 
     @contextlib.contextmanager
     def _row_of(self, array: np.ndarray) -> Iterator[Any]:
-        """Yields MPI's type for a row of an array, of which there may be more than 2 GiB."""
+        """Yields MPI's type for a row of an array. The array may exceed 2 GiB."""
         row = self._mpi.BYTE.Create_contiguous(array.itemsize * _width(array)).Commit()
         try:
             yield row
@@ -128,7 +128,7 @@ def _width(array: np.ndarray) -> int:
 
 
 _PIECE = 1 << 30
-"""How many bytes are broadcast at a time: MPI counts them in 32 bits."""
+"""The number of bytes in one broadcast: MPI counts in 32 bits."""
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:

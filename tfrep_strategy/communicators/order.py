@@ -1,10 +1,9 @@
-"""Names and order of collectives: both depend on the structure of the program only, and are the same on all ranks.
+"""Names and order of collectives. Both depend only on the structure of the program, and are equal on all ranks.
 
-Names for collectives that depend on the structure of the program only.
 Transports match the collectives of different ranks by name. A counter would fail: a rank whose last batch has another
 shape retraces a `tf.function` that the others do not retrace, and counts differently from then on. The rank may also reuse
-the trace of an inner function, so the functions around a function are not part of its name, and functions are not counted.
-Branches and loop bodies are built with the function around them, always, and are counted there.
+the trace of an inner function. So functions are not counted, and the functions around a function are not part of its name.
+Branches and loop bodies are always built with the function around them, and are counted there.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ def structural_name(kind: str) -> str:
         kind: The kind of the collective, such as `"all_reduce"`.
 
     Returns:
-        The function around the call, the path of branches in it, and how many calls of its kind came before it there.
-        An eager call needs its kind only, since eager calls happen one after the other.
+        The function around the call, the path of branches in it, and the number of earlier calls of its kind there.
+        An eager call needs only its kind, since eager calls happen one after the other.
     """
     if tf.executing_eagerly():
         return f"eager.{kind}"
@@ -68,13 +67,13 @@ def _graph_name(graph: Any, replica: int | None = None) -> str:
             _graph_names[graph] = f"{_graph_name(outer, replica)}/{_next(outer, f'{replica}.branch')}"
         else:
             own = _own_name(graph)
-            # A function in itself runs at the same time, so that its collectives need other names.
+            # A function in itself runs at the same time, so its collectives need other names.
             _graph_names[graph] = own + "/in" * sum(_own_name(outer) == own for outer in _functions_around(graph))
     return _graph_names[graph]
 
 
 def _own_name(graph: Any) -> str:
-    """Returns the name of a function and where it is defined, since functions of one name may call each other."""
+    """Returns the name of a function and its place in the source, since functions of one name may call each other."""
     if graph not in _own_names:
         # TensorFlow numbers the functions of a process, and ranks may have built different numbers of functions.
         own = re.sub(r"_\d+", "", getattr(graph, "name", None) or "graph")
@@ -123,7 +122,7 @@ class Order:
 
         NCCL waits forever if two devices launch the collectives of two groups in different orders.
         """
-        with tf.init_scope():  # A graph that is not inside eager execution needs handles of its own.
+        with tf.init_scope():  # A graph that is not inside eager execution needs separate handles.
             owner = Order if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         orders = _orders.setdefault(owner, {})
         if device not in orders:
@@ -137,13 +136,13 @@ class Order:
     def _in_graph(self, graph: Any) -> tf.Tensor:
         if not getattr(graph, "building_function", False):
             return self._handle
-        if isinstance(graph, CondGradientGraph):  # What it captures must belong to the graph around it.
+        if isinstance(graph, CondGradientGraph):  # Its captures must belong to the graph around it.
             return graph.capture(self._in_graph(graph.outer_graph))
         # The gradient of a loop body can capture only tensors that the body itself has captured.
         if hasattr(graph, "_forward_graph"):
             return graph.capture(self._in_graph(graph._forward_graph))
-        # Every graph captures the handle itself, as calls of functions inside it do: were it captured from the graph
-        # around it, TensorFlow would see two resources, and would not keep collectives of a loop and of functions in order.
+        # Every graph captures the handle itself, like the functions called inside it. If a graph captured it from the graph
+        # around it, TensorFlow would see two resources, and would not order the collectives of a loop and of functions.
         return graph.capture(self._handle)
 
     def mark(self) -> Any:
@@ -151,7 +150,7 @@ class Order:
         return tf.raw_ops.AssignVariableOp(resource=self.handle(), value=tf.constant(0.0))
 
     def keep(self, tensors: Any) -> None:
-        """Makes the current function compute tensors before it ends, also if nothing uses them.
+        """Makes the current function compute tensors before it ends, even if they are unused.
 
         Calls of the function stay in program order. Within one call, nothing waits for the tensors.
         """
@@ -159,5 +158,5 @@ class Order:
             run_independently(self.mark())
 
     def zero(self) -> tf.Tensor:
-        """Returns an int32 scalar 0. TensorFlow's optimizer cannot know that it is 0."""
+        """Returns an int32 scalar 0 whose value TensorFlow's optimizer cannot know."""
         return tf.cast(tf.raw_ops.ReadVariableOp(resource=self.handle(), dtype=tf.float32), tf.int32)

@@ -43,16 +43,16 @@ _MERGE: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
     "Add": tf.add, "Min": tf.minimum, "Max": tf.maximum, "Mul": tf.multiply,
 }  # fmt: skip
 _GATHERED = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
-"""What TensorFlow gathers between CPUs."""
+"""The dtypes that TensorFlow gathers between CPUs."""
 _BYTES_PER_MESSAGE = 16 << 10
-"""How many bytes take as long as a message without any, at least: less than was measured, as on a network of 1 Gb/s."""
+"""The number of bytes that take as long as an empty message, at least. Measured values are higher, as on a 1 Gb/s network."""
 _MOST_GATHERED_BYTES = 256 << 10
 
 _PRIME = 2**31 - 1
 _MOST_SIZES = 4096
 _TOLD_SIZES = 16
 _TOLD_DIMENSIONS = 8
-"""How many dimensions of a gathered tensor the members compare. Further dimensions are part of the instance key only."""
+"""The number of dimensions of a gathered tensor that members compare. Others are part of the instance key only."""
 
 
 class RingCommunicator(Communicator):
@@ -60,18 +60,18 @@ class RingCommunicator(Communicator):
 
     Args:
         rank: The rank of this member in the group.
-        size: How many members there are.
+        size: Number of members.
         device: Full name of the device that this member's operations run on.
         group_key: A positive int32 that only the members of the group use.
         group_name: Part of the names of the group's collectives, which are counted separately from those of all ranks.
         place: Takes the kind of a collective and returns a name for its place in the program, equal on all members.
-        position: Records which collectives this member is in, for the monitor.
-        nccl: Whether NCCL, and not TensorFlow's ring, connects the members; the same on all members.
+        position: Records the collectives that this member is in, for the monitor.
+        nccl: Whether NCCL, not TensorFlow's ring, connects the members; equal on all members.
     """
 
     name = "ring"
     gathers_few = False
-    """Whether a sum of few numbers is gathered, and added up. All members must know as much of its size when they trace."""
+    """Whether small sums are gathered and added. All members must know equally much of the size when they trace."""
 
     def __init__(
         self,
@@ -91,8 +91,8 @@ class RingCommunicator(Communicator):
         self._is_on_gpu = is_gpu(device)
         self._functions: dict[Any, Any] = {}
         self._in_flight: weakref.WeakKeyDictionary[Any, collections.deque[str]] = weakref.WeakKeyDictionary()
-        # With a time limit, TensorFlow keeps two threads asleep for every collective until the limit is over, even if the
-        # collective has finished: thousands in a fast training loop. The monitor applies the limit between processes.
+        # With a time limit, TensorFlow keeps two threads asleep for every collective until the limit, even after the
+        # collective has finished: thousands in a fast training loop. Between processes the monitor applies the limit.
         self._timeout = timeout_seconds() if is_debugging() and timeout_seconds() < math.inf else 0.0
         self._order = Order.of(device)
 
@@ -126,7 +126,7 @@ class RingCommunicator(Communicator):
     def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]:
         self.check_root(root)
         tensors = [tf.convert_to_tensor(t) for t in tensors]
-        # NCCL moves floats as they are: TensorFlow would copy their bits, as int32, to the memory of the host.
+        # NCCL moves floats unchanged. TensorFlow would copy their bits, as int32, to host memory.
         stay = [self._nccl and t.dtype.is_floating for t in tensors]
         sent = [carry(t) if stays else to_bits(t) for t, stays in zip(tensors, stay, strict=True)]
         if self.rank != root:
@@ -135,7 +135,7 @@ class RingCommunicator(Communicator):
         return [uncarry(total, t.dtype) if stays else from_bits(total, t.dtype) for total, t, stays in received]
 
     def _reduce_all(self, carried: list[tf.Tensor], op: str, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Reduces tensors of dtypes that the ring knows; for a mean, it sums. `tensors` are what the caller passed."""
+        """Reduces tensors of dtypes that the ring supports; for a mean, it sums. `tensors` are those of the caller."""
         packed = Packed(carried)
         return packed.unpack([self._reduce(flat, op, tensors) for flat in packed.flats])
 
@@ -146,25 +146,26 @@ class RingCommunicator(Communicator):
         return self._run(tf.raw_ops.CollectiveReduceV2, "all_reduce", flat, tensors, **options, final_op="Id")
 
     def _most_gathered_bytes(self) -> float:
-        """Returns up to how many bytes a sum is faster if the members gather what all have, and add it up.
+        """Returns the largest size in bytes for which gathering and adding is faster than a ring reduction.
 
-        The ring has `2 (n - 1)` messages that follow each other, gathering half of these. More bytes travel between more than two.
+        The ring sends `2 (n - 1)` messages in sequence; a gather sends half of these, but more bytes if there are more than two
+        members.
         """
-        travels_more = (self.size - 1) * (1 - 2 / self.size)  # As many times the tensor.
+        travels_more = (self.size - 1) * (1 - 2 / self.size)  # In multiples of the tensor.
         return min(_BYTES_PER_MESSAGE * (self.size - 1) / travels_more if travels_more else math.inf, _MOST_GATHERED_BYTES)
 
     def of_equal_shapes(self, kind: str, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns the tensors, whose use fails on all members if the members call something else; costs one small gather.
+        """Returns the tensors. Their use fails on all members if the members call different collectives. Costs one small gather.
 
         Args:
-            kind: What they are for.
-            tensors: As many, and with as many dimensions, on all members.
+            kind: The collective that they are for.
+            tensors: Equally many tensors, with the same ranks, on all members.
         """
         sizes = sizes_of(tensors)
         summary = _instance_key(".".join([kind, *(tensor.dtype.name for tensor in tensors)]), sizes)
         told, count = sizes[:_TOLD_SIZES], tf.minimum(tf.size(sizes), _TOLD_SIZES)
         own = tf.concat([[summary, count], told, tf.zeros([_TOLD_SIZES - count], tf.int32)], 0)
-        # One place and one shape for all of these: members in different collectives still meet in it. Gathers stay in order.
+        # All of these have one place and one shape, so members in different collectives still meet in it. Gathers stay in order.
         each = tf.reshape(self._run(tf.raw_ops.CollectiveGatherV2, "all_gather", own, [own], place="agree"), [self.size, -1])
         words: list[Any] = [f"{kind}: the replicas pass tensors of different shapes. Number of dimensions and sizes"]
         for member in range(self.size):
@@ -183,7 +184,7 @@ class RingCommunicator(Communicator):
         tensor = tf.convert_to_tensor(tensor)
         rows = tf.shape(tensor)[:1]
         counts = self._shapes_of_all("all_gather", tensor)[:, 0]
-        # The ring gathers parts of equal size only, so all are padded to the longest.
+        # The ring gathers only parts of equal size, so all are padded to the longest.
         longest = tf.maximum(tf.reduce_max(counts), 1)
         carried = carry_moved(tensor)
         padding = [[0, longest - rows[0]]] + [[0, 0]] * (carried.shape.rank - 1)
@@ -197,7 +198,7 @@ class RingCommunicator(Communicator):
         return uncarry_moved(self._gather(carry_moved(tensor)), tensor.dtype)
 
     def _gather_words(self, words: tf.Tensor, counts: Sequence[int]) -> tf.Tensor:
-        """Gathers parts that are padded to the longest, or sums parts that are zero elsewhere: what sends less."""
+        """Gathers padded parts, or sums parts that are zero elsewhere, whichever sends less."""
         longest, total = max(counts), sum(counts)
         if self.size * longest <= 2 * total:
             rows = tf.reshape(self.all_gather_equal(tf.pad(words, [[0, longest - len(words)]])), [self.size, longest])
@@ -206,7 +207,7 @@ class RingCommunicator(Communicator):
         return self.all_reduce([tf.pad(words, [[before, total - before - len(words)]])])[0]
 
     def reduce_scatter(self, tensor: tf.Tensor, op: str = "sum") -> tf.Tensor:
-        """Sends each member its rows, which it adds in the order of ranks. NCCL does both at once."""
+        """Sends each member its rows, which it adds in the order of ranks. NCCL does both in one operation."""
         tensor = tf.convert_to_tensor(tensor)
         rows = tensor.shape[0]
         if op not in ("sum", "mean") or rows is None or rows % self.size:
@@ -222,7 +223,7 @@ class RingCommunicator(Communicator):
         return tf.ensure_shape(uncarry(total, tensor.dtype, op, self.size), [rows // self.size, *tensor.shape[1:]])
 
     def _shapes_of_all(self, method: str, tensor: tf.Tensor, more: Any = ()) -> tf.Tensor:
-        """Gathers the dimensions of each member's tensor, and more numbers. Refuses tensors whose dtypes or rows differ.
+        """Gathers the dimensions of each member's tensor, and more numbers. Refuses different dtypes, or rows of different shapes.
 
         Returns:
             int32, of shape `[size, _TOLD_DIMENSIONS + len(more)]`.
@@ -250,7 +251,7 @@ class RingCommunicator(Communicator):
         tensor = tf.convert_to_tensor(tensor)
         splits = tf.cast(splits, tf.int32)
         table = self._shapes_of_all("all_to_all", tensor, splits)[:, _TOLD_DIMENSIONS:]
-        # Parts of equal size only, so all are as long as the longest. What follows a part is cut off where it arrives.
+        # Only parts of equal size are possible, so all are as long as the longest. The receiver cuts off the excess.
         longest = tf.maximum(tf.reduce_max(table), 1)
         carried = carry_moved(tensor)
         rows = tf.cumsum(splits, exclusive=True)[:, tf.newaxis] + tf.range(longest)
@@ -274,7 +275,7 @@ class RingCommunicator(Communicator):
         **options: Any,
     ) -> tf.Tensor:
         if tensor.dtype == tf.int32 and self._is_on_gpu:
-            # TensorFlow keeps int32 in the memory of the host, and refuses it between GPUs.
+            # TensorFlow keeps int32 in host memory, and refuses it between GPUs.
             return tf.cast(self._run(operation, kind, tf.cast(tensor, tf.int64), brought, place, **options), tf.int32)
 
         def run(tensor: tf.Tensor, instance_key: tf.Tensor, order: tf.Tensor) -> tf.Tensor:
@@ -294,8 +295,8 @@ class RingCommunicator(Communicator):
         with outside_xla():
             tensor = _with_an_element(given) if may_be_empty else given
             place, sizes = self._group_name + place if place else self._place(self._group_name + kind), sizes_of(brought)
-            # Eager calls of one kind share a place: seven scalars of one dtype are told from six and one of another. The
-            # dtypes that were brought count, too: several of them travel as int32. So does how it travels.
+            # Eager calls of one kind share a place, so the key also has the dtypes of the caller's tensors: several dtypes
+            # travel as int32, and seven scalars of one dtype are not six and one of another. It also has the kind of transport.
             told = ".".join([place, operation.__name__, *(each.dtype.name for each in (tensor, *brought))])
             instance_key = _instance_key(told, sizes_of([tensor, *brought]))
             position = self.position
@@ -303,7 +304,7 @@ class RingCommunicator(Communicator):
             after = [] if entered is None else list(entered[:1])
             # The resource orders the calls of a function, and the steps of a loop. Within one call the reductions of the ring
             # need no order, since their keys differ. Each occupies a thread, so only some run at once. Gathers stay in order: a
-            # gather may refuse its tensors, and no later collective must have begun then.
+            # gather may refuse its tensors, and then no later collective may have begun.
             is_free = kind in ("all_reduce", "reduce_scatter") and not self._nccl and not tf.executing_eagerly()
             in_flight = self._in_flight_here() if is_free else None
             if in_flight is not None and len(in_flight) == _AT_ONCE:
@@ -326,7 +327,7 @@ class RingCommunicator(Communicator):
     ) -> tf.Tensor:
         if not in_nested_graph():
             return run(tensor, instance_key, self._order.handle())
-        # TensorFlow keeps the collectives of different loops apart, and each member has a loop of its own. A function that is
+        # TensorFlow separates the collectives of different loops, and each member has its own loop. A function that is
         # called in a loop body, and not inlined, belongs to no loop.
         key = (*which, tensor.dtype, tensor.shape.rank)
         if key not in self._functions:
@@ -357,20 +358,20 @@ def group_key(name: str) -> int:
 
 
 def _with_an_element(tensor: tf.Tensor) -> tf.Tensor:
-    """Pads dimensions of size 0: gathering no elements would end the process."""
+    """Pads dimensions of size 0, because gathering no elements would end the process."""
     shape = tf.shape(tensor)
     return tf.pad(tensor, tf.stack([tf.zeros_like(shape), 1 - tf.minimum(shape, 1)], 1))
 
 
 def _without_padding(result: tf.Tensor, given: tf.Tensor) -> tf.Tensor:
-    """Takes away what `_with_an_element` has added before a collective that may have changed the first dimension."""
+    """Removes the padding of `_with_an_element`, after a collective that may have changed the first dimension."""
     shape = tf.shape(given)
     sizes = tf.concat([tf.shape(result)[:1] * tf.minimum(shape[:1], 1), shape[1:]], 0)
     return tf.slice(result, tf.zeros_like(sizes), sizes)
 
 
 def _instance_key(place: str, sizes: tf.Tensor) -> tf.Tensor:
-    """Returns the key of a collective, from its place and its shapes: TensorFlow caches the shapes of each key."""
+    """Returns the key of a collective from its place and shapes, because TensorFlow caches the shapes of each key."""
     start = zlib.crc32(place.encode())
     known = tf.get_static_value(sizes)
     factors = itertools.accumulate(itertools.repeat(16807), lambda a, b: a * b % _PRIME)
@@ -385,7 +386,7 @@ def _instance_key(place: str, sizes: tf.Tensor) -> tf.Tensor:
 
 
 def _gather_and_merge(input: tf.Tensor, merge_op: str, **options: Any) -> tf.Tensor:
-    """Does what `CollectiveReduceV2` does. All members add up in the same order, so that they get the same bits."""
+    """Replaces `CollectiveReduceV2`. All members add in the same order, so that they get the same bits."""
     gathered = tf.raw_ops.CollectiveGatherV2(input=input, **{k: v for k, v in options.items() if k != "final_op"})
     if not tf.executing_eagerly():
         run_independently(gathered.op)
@@ -393,5 +394,5 @@ def _gather_and_merge(input: tf.Tensor, merge_op: str, **options: Any) -> tf.Ten
 
 
 def _bytes(tensor: tf.Tensor) -> int:
-    """Returns the size of a tensor; 0 if it is not known."""
+    """Returns the size of a tensor in bytes; 0 if it is unknown."""
     return (tensor.shape.num_elements() or 0) * tensor.dtype.size

@@ -1,7 +1,7 @@
-"""Parts of variables: which part each replica has, and how tensors become parts and whole again.
+"""Shards of variables: the part of each replica, and the conversion between tensors and parts.
 
-ZeRO-1 (Rajbhandari et al., arXiv:1910.02054): each replica updates its part of the weights only, and so needs its part of the
-optimizer's state only.
+In ZeRO-1 (Rajbhandari et al., arXiv:1910.02054), each replica updates only its part of the weights, and so needs only its part of
+the optimizer's state.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import tensorflow as tf
 
 from tfrep_strategy.communicators.gradients import buckets
 
-Communicator = Any  # communicators.Communicator, of a room further up
+Communicator = Any  # communicators.Communicator, of a higher room
 
 _MOST_PADDING = 1.01
-"""Rows are kept whole where this makes the parts at most this much larger."""
+"""Rows are kept whole if this makes the parts at most this much larger."""
 
 
 class Cut(abc.ABC):
-    """Which part of a tensor each replica has.
+    """The division of a tensor into the parts of the replicas.
 
     Args:
         shape: The shape of the whole tensor, which is fully known.
@@ -35,7 +35,7 @@ class Cut(abc.ABC):
 
     @abc.abstractmethod
     def part(self, whole: Any, rank: int) -> Any:
-        """Returns the part that a replica has of a tensor, or of `tf.IndexedSlices`."""
+        """Returns a replica's part of a tensor, or of `tf.IndexedSlices`."""
 
     @abc.abstractmethod
     def joined(self, parts: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -43,13 +43,13 @@ class Cut(abc.ABC):
 
     @abc.abstractmethod
     def gathered(self, part: tf.Tensor, communicator: Communicator) -> tf.Tensor:
-        """Returns the whole tensor, given the own part. All replicas call it."""
+        """Returns the whole tensor, given this replica's part. All replicas call it."""
 
 
 class Even(Cut):
-    """Parts of one size for all replicas. What is missing at the end is filled with zeros.
+    """Parts of equal size for all replicas, padded with zeros at the end.
 
-    A part has whole rows of a tensor if these divide well. Else the tensor is cut between any two elements.
+    A part has whole rows of a tensor if these divide well. Otherwise the tensor is cut between any two elements.
 
     Example:
         >>> cut = Even([3], 2)
@@ -100,12 +100,12 @@ class Even(Cut):
 
 
 class Owned(Cut):
-    """One replica has the whole tensor, and the others have nothing.
+    """One replica holds the whole tensor, and the others hold nothing.
 
     Args:
         shape: The shape of the tensor.
         size: The number of replicas.
-        owner: The replica that has it.
+        owner: The replica that holds it.
 
     Example:
         >>> [Owned([2], 2, owner=1).part(tf.constant([1, 2]), rank).numpy().tolist() for rank in range(2)]
@@ -128,7 +128,7 @@ class Owned(Cut):
 
 
 def owners(sizes: Sequence[int], size: int) -> list[int]:
-    """Deals out variables so that all replicas have about as much: the largest first, each to the one with the least.
+    """Distributes variables so that all replicas hold about equally much: the largest first, each to the replica with the least.
 
     Args:
         sizes: The number of elements of each variable.
@@ -151,13 +151,13 @@ def owners(sizes: Sequence[int], size: int) -> list[int]:
 def gather_parts(
     cuts: Sequence[Even], parts: Sequence[tf.Tensor], communicator: Communicator, bucket_bytes: int
 ) -> list[tf.Tensor]:
-    """Gathers the whole tensors of which each replica has a part.
+    """Gathers whole tensors from the replicas' parts.
 
     Args:
-        cuts: How each tensor is cut.
-        parts: The own part of each.
+        cuts: The division of each tensor.
+        parts: This replica's part of each.
         communicator: Connects the replicas.
-        bucket_bytes: Parts travel in buckets of which all replicas together have about this many bytes.
+        bucket_bytes: Parts travel in buckets of about this many bytes over all replicas.
 
     Returns:
         The whole tensors, in the given order.
@@ -173,11 +173,11 @@ def gather_parts(
 
 
 def exchange_owned(owned_by: Sequence[int], tensors: Sequence[tf.Tensor], communicator: Communicator) -> list[tf.Tensor]:
-    """Gives all replicas each tensor of its owner.
+    """Sends each tensor from its owner to all replicas.
 
     Args:
         owned_by: The owner of each tensor.
-        tensors: The tensors, of shapes that are fully known. Those of other owners count for their shapes and dtypes only.
+        tensors: The tensors, of fully known shapes. Only the shapes and dtypes of other owners' tensors are used.
         communicator: Connects the replicas.
 
     Returns:

@@ -28,11 +28,11 @@ from tfrep_strategy.core.tf import (
 from tfrep_strategy.errors import ConfigurationError, PeerError, message, warn
 
 _REGISTER_SECONDS = 25
-"""How long TensorFlow may take to connect ranks that have met."""
+"""The time in which TensorFlow must connect ranks that have met."""
 _HEARTBEAT_SECONDS = 40.0
-"""TensorFlow waits for the answer to a heartbeat for half of this time, and a connection may be dead for 17 seconds."""
+"""TensorFlow waits for the answer to a heartbeat for half of this time. A connection may be dead for 17 seconds."""
 _LONGEST_HEARTBEAT_SECONDS = 30 * 86400.0
-"""Stands for no limit."""
+"""Used instead of no limit."""
 
 # Measured, see docs/benchmarks.md: faster than one bucket of 20 MB, and than the many small buckets of a deep net.
 _CPU_BUCKET_BYTES = 4 << 20
@@ -44,14 +44,15 @@ class TensorFlowCommunicator(RingCommunicator):
     A process may make several communicators, which share the server. All ranks make them in the same order.
 
     Args:
-        environment: The environment with rank, size and `addresses` (`host:port` of every rank), for which ranks may have to meet.
+        environment: The environment with rank, size and `addresses` (`host:port` of every rank). Reading these may need a
+            rendezvous.
         device: Device that the collectives run on, such as `"GPU:0"`. Default: the GPU whose number is the local rank, or
             the CPU.
 
     Raises:
         ConfigurationError: The environment knows no addresses, its addresses have changed or differ from those of rank 0, another
             program listens on the address of this process or of rank 0, or there is no such device.
-        PeerError: Not all ranks meet in time, or the address of a rank does not answer.
+        PeerError: Not all ranks arrive in time, or the address of a rank does not answer.
     """
 
     name = "tf"
@@ -70,19 +71,19 @@ class TensorFlowCommunicator(RingCommunicator):
             )
         self.rank, self.size = environment.rank, environment.size
         self.local_rank, self.local_size = environment.local_rank, environment.local_size
-        # Who has no rendezvous knows the addresses from the start, and has not met the others.
+        # Without a rendezvous, a rank knows the addresses from the start, and has not met the others.
         self._connect_once(list(environment.addresses), None if environment.rendezvous else environment.name)
         name = f"strategy{len(self._connected)}/" if len(self._connected) > 1 else ""
         device = full_name(device or replica_device(self.local_rank))
         super().__init__(self.rank, self.size, device, group_key(name), name, position=Position())
         if self.size > 1:
-            self.choose_transport()  # The ranks talk, so TensorFlow's threads run by now.
+            self.choose_transport()  # The ranks communicate here, so TensorFlow's threads run now.
             _heed_sigterm_as_before()
         if "CPU" in device:
             self.bucket_bytes, self.gathers_few = _CPU_BUCKET_BYTES, True
 
     def _heartbeat_seconds(self) -> float:
-        # On one machine the monitor notices the end of a rank at once. TensorFlow's heartbeats would only fail runs whose
+        # On one machine the monitor notices the end of a rank at once. There TensorFlow's heartbeats would only fail runs whose
         # ranks end without an error at different times. Between machines a firewall may block the monitor.
         if self.local_size < self.size and timeout_seconds() < math.inf:
             return _HEARTBEAT_SECONDS
@@ -92,7 +93,7 @@ class TensorFlowCommunicator(RingCommunicator):
         context().abort_collective_ops(tf.errors.UNAVAILABLE, reason)
 
     def _server(self, addresses: list[str]) -> Any:
-        """Describes the server of this process, and configures the runtime, also if it has started already."""
+        """Describes the server of this process, and configures the runtime, even after its start."""
         if runtime_has_started():
             warn(
                 "TensorFlow was used before its collectives were set up. Tensors and data sets made before can be used, but"
@@ -108,7 +109,7 @@ class TensorFlowCommunicator(RingCommunicator):
             cluster_register_timeout_in_ms=1000 * _REGISTER_SECONDS,
         )
         config = context().config
-        # Otherwise rank 0 waits for ever, and holds Python's lock, if another rank has ended since they met.
+        # Otherwise rank 0 waits forever, and holds Python's lock, if another rank has ended since they met.
         config.experimental.coordination_config.cluster_register_with_barrier = True
         return ServerDef(
             cluster=tf.train.ClusterSpec({"worker": addresses}).as_cluster_def(),
@@ -155,7 +156,7 @@ class TensorFlowCommunicator(RingCommunicator):
         self._check_own_port(addresses[self.rank])
         if source is not None:
             meet_at(addresses, self.rank, source)
-            self._check_own_port(addresses[self.rank])  # Another program may have come meanwhile.
+            self._check_own_port(addresses[self.rank])  # Another program may have taken it meanwhile.
         server = self._server(addresses)
         with confined(addresses[self.rank], addresses, speaks=self.rank == 0):
             self._start(server)
@@ -177,7 +178,7 @@ class TensorFlowCommunicator(RingCommunicator):
             ) from error
 
     def _check_next(self, addresses: list[str]) -> None:
-        """Checks the address of the next rank, so that all addresses are checked once. All servers listen."""
+        """Checks the address of the next rank, so that every address is checked once. All servers are listening."""
         rank = (self.rank + 1) % self.size
         host, _, port = addresses[rank].rpartition(":")
         try:
@@ -193,7 +194,7 @@ class TensorFlowCommunicator(RingCommunicator):
 
 
 def _heed_sigterm_as_before() -> None:
-    """Has SIGTERM do what it did before TensorFlow's coordination, which only notes it for the checkpoints of other strategies."""
+    """Restores the effect of SIGTERM: TensorFlow's coordination only records it, for checkpoints of other strategies."""
     handler = signal.getsignal(signal.SIGTERM)
     if threading.current_thread() is threading.main_thread() and handler is not None:
         signal.signal(signal.SIGTERM, handler)

@@ -1,12 +1,12 @@
-"""How tensors travel: many as few, floats in 16 bits or as integers of the same order, strings as bytes.
+"""Encodings of tensors for transport: packed tensors, floats in 16 bits, floats as ordered integers, strings as bytes.
 
-Gradients as 16-bit floats on the wire: half the bytes of float32, with sums in float32.
-A reduction in 16 bits rounds after each addition. Here each rank sums one part of the tensor in float32 instead: the ranks exchange
-parts, add, and gather the sums, which is the ring all-reduce's traffic with half the bytes. All ranks get the same bits.
+Gradient compression sends 16-bit floats, half the bytes of float32, with sums in float32. A reduction in 16 bits would round
+after each addition. So each rank sums one part of the tensor in float32: the ranks exchange parts, add, and gather the sums, which
+is the ring all-reduce's traffic with half the bytes. All ranks get the same bits.
 
-Floats as integers of the same order, for transports whose least and largest floats may lose NaN.
-With IEEE 754, floats that are not negative have the order of their bits. Those of negative ones count down, so they are flipped.
-NaN becomes the integer that wins: the largest for "max", the least for "min". Both are bits of a NaN again.
+Ordered integers are for transports whose minimum and maximum of floats may lose NaN. With IEEE 754, non-negative floats have the
+order of their bits. The bits of negative floats count down, so they are flipped. NaN becomes the integer that wins: the
+largest for "max", the smallest for "min". Both convert back to a NaN.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tfrep_strategy.communicators.base import Communicator, outside_xla
 
 
 class Packed:
-    """Tensors that are concatenated to one flat tensor for each dtype.
+    """Tensors concatenated to one flat tensor for each dtype.
 
     Args:
         tensors: Dense tensors of any shapes and dtypes.
@@ -78,20 +78,20 @@ def _size(tensor: tf.Tensor) -> Any:
 
 
 DTYPES = {"bf16": tf.bfloat16, "fp16": tf.float16}
-"""What a setting calls the dtypes in which gradients travel."""
+"""The 16-bit dtypes of gradients, by their names in settings."""
 
 
 def compressed_sum(communicator: Communicator, tensors: Sequence[tf.Tensor], kind: str) -> list[tf.Tensor]:
-    """Sums tensors over the ranks. What is float32 travels in 16 bits.
+    """Sums tensors over the ranks. Float32 tensors travel in 16 bits.
 
     Args:
         communicator: Connects the ranks.
         tensors: Dense tensors of any shapes and dtypes.
-        kind: "bf16" has the range of float32, and 8 bits of precision; "fp16" has 11 bits, and no number above 65504.
+        kind: "bf16" has the range of float32, and 8 bits of precision; "fp16" has 11 bits, and at most 65504.
 
     Returns:
         The sums, equal on all ranks, in the given order. Each is rounded to 16 bits twice: before it is sent, and as a sum.
-        It is exact if both are 16-bit floats anyway.
+        It is exact if both are representable in 16 bits.
 
     Example:
         >>> alone = tfrep.communicators.SingleCommunicator()
@@ -135,7 +135,7 @@ def compressed_scatter(communicator: Communicator, rows: tf.Tensor, kind: str) -
         kind: "bf16" or "fp16".
 
     Returns:
-        The own row of the sum that `compressed_sum` would give, of shape `[1, width]`.
+        This rank's row of the sum that `compressed_sum` would return, of shape `[1, width]`.
     """
     if communicator.size == 1 or not _has_32_bits(rows):
         return communicator.reduce_scatter(rows)
@@ -164,9 +164,9 @@ def _has_32_bits(tensor: tf.Tensor) -> bool:
 
 
 def _words(rows: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """Packs two 16-bit floats into one word, which every transport moves. A row of odd length gets a zero more.
+    """Packs two 16-bit floats into one word, which every transport moves. A row of odd length is padded with a zero.
 
-    The word is a float32, because TensorFlow keeps integers of 32 bits in the host's memory. It is moved, never computed with.
+    The word is a float32, because TensorFlow keeps int32 in host memory. It is only moved, not computed with.
     """
     count, width = tf.unstack(tf.shape(rows))
     even = tf.pad(tf.cast(rows, dtype), [[0, 0], [0, width % 2]])
@@ -174,7 +174,7 @@ def _words(rows: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
 
 
 def _floats(words: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """Undoes `_words`, but for the zero."""
+    """Undoes `_words`, except for the padding."""
     count, width = tf.unstack(tf.shape(words))
     return tf.cast(tf.reshape(tf.bitcast(words, dtype), [count, 2 * width]), tf.float32)
 
@@ -183,7 +183,7 @@ _EXTREMES = ("min", "max")
 
 
 def to_ordered(tensor: tf.Tensor, op: str) -> tf.Tensor:
-    """Converts a tensor of float32 or float64 for "min" or "max"; returns others as they are. float16 travels as float32.
+    """Converts a float32 or float64 tensor for "min" or "max"; returns others unchanged. float16 travels as float32.
 
     Example:
         >>> to_ordered(tf.constant([-1.0, -0.0, 0.0, 1.0, float("nan")]), "max").numpy().tolist()
@@ -220,7 +220,7 @@ def _flipped(integers: tf.Tensor) -> tf.Tensor:
 
 
 def to_ordered_array(array: np.ndarray, op: str) -> np.ndarray:
-    """Does what `to_ordered` does with an array of the host.
+    """Does the same as `to_ordered` for a host array.
 
     Example:
         >>> to_ordered_array(np.array([-0.0, 0.0], "float64"), "min").tolist()
@@ -249,7 +249,7 @@ def gather_rows(all_gather: Callable[[tf.Tensor], tf.Tensor], tensor: tf.Tensor)
     """Gathers rows of any dtype that `all_gather` takes, or of strings.
 
     Args:
-        all_gather: Concatenates the numbers of the members along the first dimension, in the order of members.
+        all_gather: Concatenates numeric tensors of the members along the first dimension, in the order of members.
         tensor: A dense tensor of rank one or more. The first dimension may differ between members.
 
     Example:
@@ -264,7 +264,7 @@ def gather_rows(all_gather: Callable[[tf.Tensor], tf.Tensor], tensor: tf.Tensor)
 
 
 def to_bytes(strings: tf.Tensor) -> tf.Tensor:
-    """Returns the bytes of all strings, one after the other.
+    """Returns the concatenated bytes of all strings.
 
     Example:
         >>> to_bytes(tf.constant(["a", "", "bc"])).numpy().tolist()
@@ -278,7 +278,7 @@ def from_bytes(data: tf.Tensor, lengths: tf.Tensor) -> tf.Tensor:
 
     Args:
         data: uint8, of shape `[sum(lengths)]`.
-        lengths: How many bytes each string has, of shape `[strings]`.
+        lengths: The number of bytes of each string, of shape `[strings]`.
 
     Example:
         >>> from_bytes(tf.constant([97, 98, 99], tf.uint8), tf.constant([1, 0, 2])).numpy().tolist()

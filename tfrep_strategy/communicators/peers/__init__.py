@@ -1,1 +1,1 @@
-"""Connections between the ranks beside the collectives, which report ranks that have ended, wait, or call something else."""
+"""Connections between the ranks beside the collectives. They report ranks that ended, hang, or call other collectives."""

@@ -1,4 +1,4 @@
-"""A communicator around another one, which compares the ranks' calls and reports ranks that are missing."""
+"""A communicator that wraps another one, compares the ranks' calls, and reports missing ranks."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class CheckedCommunicator(Communicator):
     """Reports collectives to the other ranks before the inner communicator runs them.
 
     Every eager collective is reported. It begins when all ranks have reported the same call. If the calls differ, every
-    rank gets an error and can go on afterwards. With `TFREP_DEBUG=1` collectives in functions are reported too, each time
-    that they run.
+    rank gets an error and can continue afterwards. With `TFREP_DEBUG=1` collectives in functions are reported too, each time
+    they run.
 
     Args:
         inner: The communicator that does the work.
@@ -137,7 +137,7 @@ class CheckedCommunicator(Communicator):
             described = tuple((dtype, tuple(map(int, shape))) for dtype, shape in zip(dtypes, shapes, strict=True))
             try:
                 self.monitor.report(self._group, Call(kind, option, described, line))
-            except DesyncError as error:  # TensorFlow replaces it by an error of its own.
+            except DesyncError as error:  # TensorFlow replaces the error.
                 self.monitor.refuse_in_function(error)
                 raise
             return np.int32(0)
@@ -158,7 +158,7 @@ def watched(communicator: Communicator, hosts: Sequence[str] = (), watch: Callab
         watch: Starts the watcher of this rank, if it needs one; see `cluster/watcher.py`.
 
     Returns:
-        A checked communicator around it. The communicator itself if it has one rank or the ranks cannot be connected.
+        A checked communicator. The given communicator if it has one rank or the ranks cannot be connected.
     """
     monitor = PeerMonitor.start(communicator, hosts, watch=watch) if communicator.size > 1 else None
     return communicator if monitor is None else CheckedCommunicator(communicator, monitor)

@@ -32,10 +32,10 @@ _GATHER_SECONDS = 1.0
 
 
 def state_seconds(limit: float) -> float:
-    """Returns how often a rank tells its state to the hub.
+    """Returns the time between two reports of a rank's state to the hub.
 
     Args:
-        limit: How long a rank may keep others waiting.
+        limit: The longest time that a rank may keep others waiting.
 
     Example:
         >>> state_seconds(10.0), state_seconds(math.inf)
@@ -48,11 +48,11 @@ class Hub:
     """Tells all ranks when one ends, and compares the collectives that they are about to call.
 
     Args:
-        size: How many ranks there are.
-        loopback: Whether all of them are on this machine.
-        silence_seconds: How long a rank may keep others waiting in a collective before it is reported.
-        host: Address of this machine, as the other ranks reach it. Default: not known; it then listens on all interfaces.
-        lend: Called with each rank's connection. The watcher of this process says there why it kills it.
+        size: Number of ranks.
+        loopback: Whether all ranks are on this machine.
+        silence_seconds: The time that a rank may keep others waiting in a collective before it is reported.
+        host: Address of this machine for the other ranks. Default: unknown; the hub then listens on all interfaces.
+        lend: Called with each rank's connection. The watcher of this process uses it to report why it kills the process.
 
     Attributes:
         port: The port that it listens on until all ranks have connected.
@@ -76,7 +76,7 @@ class Hub:
         self._selector = selectors.DefaultSelector()
         self._ended: set[int] = set()
         self._failed: set[int] = set()
-        self._goodbyes: list[tuple[int, bool, str | None]] = []  # That the others have not been told of.
+        self._goodbyes: list[tuple[int, bool, str | None]] = []  # Ends that were not yet reported to the others.
         self._rounds: dict[tuple[Sequence[int], Any], _Round] = {}
         self._last: dict[int, Report] = {}
         self._idle_since: dict[int, float | None] = {}
@@ -85,7 +85,7 @@ class Hub:
         self._silent: dict[int, float] = {}
         self._looked_for_silence = 0.0
         self._programs = reports.Programs(self._tell)
-        self._hung: set[int] = set()  # Those that the others have been told of.
+        self._hung: set[int] = set()  # Ranks whose hang was reported to the others.
         self._limit = timeout_seconds()
         self._longest_silence = max(self._limit, longest_silence())
         close_in_children(self, Hub._leave_to_parent)
@@ -124,7 +124,7 @@ class Hub:
         self._heard = dict.fromkeys(self._ranks.values(), time.monotonic())
         while self._ranks and 0 not in self._ended:
             ready = self._ready(self._patience())
-            # All of them first: if this process was held up, none of those that spoke meanwhile was silent.
+            # All of them first: if this process was held up, ranks that spoke meanwhile were not silent.
             self._heard |= dict.fromkeys((self._ranks[connection] for connection in ready), time.monotonic())
             self._hear_all(ready)
             self._judge()
@@ -137,7 +137,7 @@ class Hub:
     def _hear_all(self, connections: Sequence[Connection]) -> None:
         for connection in connections:
             self._hear(connection)
-        if self._goodbyes:  # In one message: when a run ends, all ranks say goodbye.
+        if self._goodbyes:  # In one message, because all ranks say goodbye at the end of a run.
             self._tell(("ended", self._goodbyes))
             self._goodbyes = []
 
@@ -154,7 +154,7 @@ class Hub:
         elif said[0] == "state":
             self._weigh(connection, *said[1:])
         else:
-            if said[0] == "frozen":  # The rank's watcher says so, and kills it.
+            if said[0] == "frozen":  # The rank's watcher reports it, and kills the rank.
                 said = "ended", True, said[2]
             _, lost, error = said
             del self._ranks[connection]
@@ -175,7 +175,7 @@ class Hub:
                     connection.send_bytes(data)
 
     def _weigh(self, connection: Connection, busy: float | None, idle: float) -> None:
-        """Answers who is silent. Reports a hang: one rank waits in a call and another calls nothing, both longer than the limit."""
+        """Answers with the silent ranks. Reports a hang if one rank waits in a call and another calls nothing beyond the limit."""
         now = time.monotonic()
         self._look_for_silence(now)
         with contextlib.suppress(OSError):  # As in `_tell`.
@@ -193,7 +193,7 @@ class Hub:
                 self._tell_hang(other, now - since, "called no collective")
 
     def _look_for_silence(self, now: float) -> None:
-        """Finds who is silent. Each rank asks, so it is not looked for each time that one does."""
+        """Finds silent ranks. Each rank asks, so this is done less often than ranks ask."""
         if now - self._looked_for_silence < state_seconds(self._limit) / 10:
             return
         self._looked_for_silence = now
@@ -234,9 +234,9 @@ class Hub:
             missing = current.missing
             if not missing and not current.differs:
                 if not current.waits:
-                    continue  # A rank may report once more that it has been there for long.
+                    continue  # A rank may report again that it has been there for long.
                 self._tell(("agreed", key), group)
-            elif current.differs and not missing and current.waits:  # No rank has begun; all get the error and can go on.
+            elif current.differs and not missing and current.waits:  # No rank has begun. All get the error and can continue.
                 what = self._describe("Ranks called different collectives.", group, current)
                 self._tell(("refused", key, what), group)
             elif current.differs and current.is_due() and (not missing or now > current.deadline):
@@ -249,7 +249,7 @@ class Hub:
                     what += f"their collective number {int(number) + 1}."
                 elif all(map(self._is_in_a_call, missing)):
                     what += f"a collective in which others have waited for {self._limit:.0f} seconds."
-                else:  # `_weigh` tells of those that call nothing or are silent.
+                else:  # `_weigh` reports ranks that call nothing or are silent.
                     current.deadline = now + _GATHER_SECONDS
                     continue
                 self._tell(("desync", self._describe(what, group, current)))
@@ -267,12 +267,12 @@ class Hub:
         return describe_difference(what, words)
 
     def _is_in_a_call(self, rank: int) -> bool:
-        """Returns whether a rank waits in a call. One that has just come, after it was silent, has yet to report where it is."""
+        """Returns whether a rank waits in a call. A rank that was silent until now has yet to report its state."""
         since = self._busy_since.get(rank)
         return rank not in self._silent and since is not None and time.monotonic() - since > self._limit / 2
 
     def _missed(self, rank: int, current: _Round) -> str:
-        """Says what a rank does in place of a collective."""
+        """Describes a rank's state outside the collective."""
         waited, last = time.monotonic() - current.began, self._last.get(rank)
         if last is not None and not last.waits and rank not in self._ended:
             return f"not there; it has last waited in {last.call}"
@@ -300,5 +300,5 @@ class _Round:
         self.deadline = self.began + silence
 
     def is_due(self) -> bool:
-        """Returns whether the deadline applies. Ranks that wait without a limit wait until all have reported."""
+        """Returns whether the deadline applies. Ranks without a time limit wait until all have reported."""
         return self.is_limited or (self.differs and not self.waits)

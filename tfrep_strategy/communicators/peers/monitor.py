@@ -1,9 +1,4 @@
-"""Watches the other ranks: names the rank that has ended when a collective fails, or aborts one that would wait forever.
-
-A rank that has ended, and the error that it causes on the other ranks.
-
-A call whose collectives the monitor watches, and whom it cannot go on without.
-"""
+"""Watches the other ranks: names the rank that has ended when a collective fails, or aborts one that would wait forever."""
 
 from __future__ import annotations
 
@@ -48,7 +43,7 @@ class Ended:
     Args:
         rank: The rank.
         lost: Whether its connection broke without a goodbye: the process was killed, or called `os._exit`.
-        error: The error that ended it, if one did. If it is lost: what its watcher saw of it before it killed it.
+        error: The error that ended it, if any. For a lost rank: the observation of its watcher before it killed the rank.
     """
 
     def __init__(self, rank: int, lost: bool, error: str | None) -> None:
@@ -72,7 +67,7 @@ class Ended:
 
 
 def lost(ended: Ended) -> PeerLostError:
-    """Makes the error of a process that cannot go on without a rank that has ended."""
+    """Makes the error of a process that needs a rank that has ended."""
     hint = f"look for the reason in the output of rank {ended.rank}"
     hint += "; the system may have killed it because memory ran out." if ended.lost else "."
     if ended.lost and ended.error:
@@ -83,7 +78,7 @@ def lost(ended: Ended) -> PeerLostError:
 
 
 def one_line(error: BaseException) -> str:
-    """Returns the type of an error, and the first line of its text, which is cut."""
+    """Returns the type of an error, and the first line of its text, shortened."""
     text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
     return text if len(text) <= 200 else text[:200] + "..."
 
@@ -94,11 +89,11 @@ class WatchedCall:
     Args:
         group: The ranks that take part.
         single: Whether it is one collective.
-        others: The calls that are under way, in the order in which they began.
+        others: The running calls, in the order in which they began.
 
     Attributes:
         began: When it began.
-        waits_since: When it began, or when the last call inside it ended.
+        waits_since: The time when it began, or when the last call inside it ended.
     """
 
     def __init__(self, group: Sequence[int], single: bool, others: Sequence[WatchedCall]) -> None:
@@ -110,16 +105,16 @@ class WatchedCall:
 
     @property
     def is_outermost(self) -> bool:
-        """Whether it is inside no other call."""
+        """Whether no other call encloses it."""
         return self._outer is None
 
     def end(self) -> None:
-        """Notes that it has ended."""
+        """Records its end."""
         if self._outer is not None:
             self._outer.waits_since = time.monotonic()
 
     def is_seen(self, error: Exception) -> bool:
-        """Returns whether a call inside this one has looked at an error before; notes that this one has."""
+        """Returns whether an enclosed call has seen an error before, and records that this one has."""
         is_seen = self._seen is not None and self._seen() is error
         if self._outer is not None:
             self._outer._seen = weakref.ref(error)
@@ -127,14 +122,14 @@ class WatchedCall:
 
 
 def innermost(calls: Sequence[WatchedCall]) -> list[WatchedCall]:
-    """Returns the calls that other calls are not inside of; each thread has one."""
+    """Returns the calls that enclose no other call; each thread has one."""
     return list({call._thread: call for call in calls}.values())
 
 
 def missing(group: Sequence[int], ended: Sequence[Ended]) -> list[Ended]:
-    """Returns those ranks that have ended without which a group cannot go on; first those that failed.
+    """Returns the ended ranks that a group needs, failed ones first.
 
-    Nobody can go on without a rank that failed, nor without rank 0, which has the hub.
+    All ranks need every failed rank, and rank 0, which has the hub.
     """
     needed = [each for each in ended if each.failed or each.rank in group or each.rank == 0]
     return sorted(needed, key=lambda each: not each.failed)
@@ -144,17 +139,17 @@ _log = logging.getLogger(__name__)
 
 _LOST_SECONDS = 0.5
 _LEFT_SECONDS = 5.0
-"""How long a call may go on after a rank ended without an error; the data that it sent may still be on its way."""
+"""The time that a call may continue after a rank ended without an error: data from it may still arrive."""
 _NEWS_SECONDS = 2.0
 _TICK_SECONDS = 0.1
 _LOOK_SECONDS = 0.7
-"""How often a rank looks at its position."""
+"""The time between two looks of a rank at its position."""
 _END_SECONDS = 5.0
 _SILENCE_SECONDS = 25.0
 _ABORTS, _ABORT_SECONDS = 3, 4.0
-"""How often, and every how many seconds, calls are aborted before the process is ended instead."""
+"""The number of aborts, and the seconds between them, before the process is ended."""
 
-# Errors that a lost rank can cause on this one. Other errors have their cause here.
+# Errors that a lost rank can cause on this one. Others have local causes.
 _FAILURES = (
     tf.errors.UnavailableError,
     tf.errors.AbortedError,
@@ -174,8 +169,8 @@ class PeerMonitor:
         connection: The connection to the hub.
         communicator: The communicator whose collectives are aborted when they would wait forever.
         hub: The hub on rank 0; None on other ranks.
-        checks_every_call: Whether ranks compare collectives in functions, too, before they run.
-        watcher: Looks at this process from outside; ends with the monitor.
+        checks_every_call: Whether ranks also compare collectives in functions before they run.
+        watcher: Watches this process from outside; ends with the monitor.
 
     Attributes:
         ended: The ranks that have ended, in the order in which they ended.
@@ -228,7 +223,7 @@ class PeerMonitor:
         Args:
             communicator: Sends the hub's address and the key to all ranks.
             hosts: The machine of each rank, as far as known.
-            silence_seconds: With `TFREP_DEBUG=1`, how long a rank may keep others waiting in a collective.
+            silence_seconds: With `TFREP_DEBUG=1`, the time that a rank may keep others waiting in a collective.
             watch: Starts the watcher of this rank, if it needs one; see `cluster/watcher.py`.
 
         Returns:
@@ -241,7 +236,7 @@ class PeerMonitor:
             >>> monitor.close()
         """
         loopback = communicator.local_size == communicator.size
-        # A name may mean another address to the others.
+        # A host name may resolve to another address on other ranks.
         host = hosts[0].strip("[]") if hosts and is_number(hosts[0]) else ""
         watcher = watch(communicator.rank)
         lend = watcher.lend if watcher else lambda connection: None
@@ -269,21 +264,21 @@ class PeerMonitor:
                 unreachable, ", ".join(addresses))  # fmt: skip
         return None
 
-    # Used by callers of collectives.
+    # Methods for callers of collectives.
 
     @contextlib.contextmanager
     def watching(self, group: Sequence[int], single: bool = False) -> Iterator[None]:
         """Aborts the collectives inside if they would wait forever, and raises an error that names the rank.
 
         Args:
-            group: The ranks that take part. Others may end meanwhile, if they end well.
+            group: The ranks that take part. Other ranks may end meanwhile without an error.
             single: Whether the body is one collective, to which the time limit applies. A body of several collectives may
-                take long. It is aborted if it waits while another rank calls nothing for as long as the limit.
+                take long. It is aborted if it waits while another rank calls nothing for the time limit.
 
         Raises:
             PeerLostError: A rank has ended. It replaces the error of TensorFlow or Horovod.
             DesyncError: The ranks called different collectives.
-            PeerError: The time limit, `TFREP_TIMEOUT`, was reached, and no rank has ended.
+            PeerError: The time limit, `TFREP_TIMEOUT`, was reached, although no rank has ended.
         """
         call = WatchedCall(group, single, list(self._calls))
         if call.is_outermost:
@@ -308,9 +303,9 @@ class PeerMonitor:
         """Raises unless the ranks of a group can still call collectives together.
 
         Raises:
-            PeerLostError: A rank has ended that the group needs.
+            PeerLostError: A rank that the group needs has ended.
             DesyncError: The ranks called different collectives before.
-            PeerError: The others have waited too long for a rank.
+            PeerError: The other ranks have waited too long for one.
         """
         if self._desync:
             raise DesyncError(self._desync)
@@ -327,7 +322,7 @@ class PeerMonitor:
             call: The collective.
 
         Raises:
-            DesyncError: They reported another. If all ranks of the group got this error, they can go on.
+            DesyncError: The ranks reported different ones. If all ranks of the group got this error, they can continue.
             PeerLostError: A rank ended meanwhile.
             PeerError: The other ranks called nothing within the time limit, `TFREP_TIMEOUT`.
         """
@@ -356,24 +351,24 @@ class PeerMonitor:
             raise self._given_up(time.monotonic() - began)
 
     def refuse_in_function(self, error: Exception) -> None:
-        """Notes the error of a collective that was refused while a function ran: TensorFlow replaces it by one of its own."""
+        """Records the error of a collective that was refused in a running function, because TensorFlow replaces the error."""
         self.refused_in_function = error
 
     def follow(self, group: Sequence[int], position: Position) -> None:
         """Reports collectives in functions, once this rank has been in them for some time.
 
-        Ranks that are in the same collective with different tensors, or in different ones, wait forever. Rank 0 finds them by
-        these reports: the first at once, the others when the time limit, `TFREP_TIMEOUT`, is reached.
+        Ranks in the same collective with different tensors, or in different collectives, wait forever. Rank 0 finds them by
+        these reports: the former at once, the latter when the time limit, `TFREP_TIMEOUT`, is reached.
 
         Args:
             group: The ranks that take part.
-            position: The position of this rank. All ranks of the group follow theirs, in the same order.
+            position: The position of this rank. All ranks of the group follow their positions in the same order.
         """
         number = sum(each.group == group for each in self._followed)
         self._followed.append(Followed(group, number, position, self._limit))
 
     def close(self) -> None:
-        """Tells the other ranks that this one ends. Only ranks that still need it get an error."""
+        """Reports the end of this rank to the others. Only ranks that still need it get an error."""
         if self._closing:
             return
         self._closing = True
@@ -388,7 +383,7 @@ class PeerMonitor:
         if self._watcher is not None:
             self._watcher.close()
 
-    # Used by the monitor's thread.
+    # Methods for the monitor's thread.
 
     def _listen(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -434,7 +429,7 @@ class PeerMonitor:
                                  rank=what[0], TFREP_TIMEOUT=self._limit)  # fmt: skip
             _log.error(self._hang)
             self._start_abort(self._hang)
-        elif kind == "frozen":  # The watcher of rank 0 says so, and kills it.
+        elif kind == "frozen":  # The watcher of rank 0 reports it, and kills rank 0.
             self._hear("ended", [(what[0], True, what[1])])
         elif kind == "ended":
             is_first = not any(each.failed for each in self.ended)
@@ -445,7 +440,7 @@ class PeerMonitor:
                 _log.error("Rank %d ended%s. The other ranks cannot go on without it.", failed[0].rank, failed[0].how)
 
     def _consider_abort(self) -> bool:
-        """Aborts the collectives once it is certain that they cannot finish. Returns whether they were aborted."""
+        """Aborts the collectives if they certainly cannot finish; returns whether they were aborted."""
         if self._aborting is not None or self._closing:
             return True
         now = time.monotonic()
@@ -463,7 +458,7 @@ class PeerMonitor:
         return self._aborting is not None
 
     def _tell_state(self) -> None:
-        """Tells the hub how long this rank has been in a call, or how long ago its last call ended."""
+        """Reports to the hub how long this rank has been in a call, or how long ago its last call ended."""
         now = time.monotonic()
         if now - self._told_state < state_seconds(self._limit):
             return
@@ -472,14 +467,14 @@ class PeerMonitor:
         self._send(("state", max(calls, default=None), now - self._idle_since))
 
     def _look(self) -> None:
-        """Reports the collectives in functions that this rank is stuck in."""
+        """Reports the collectives in functions in which this rank is stuck."""
         for followed in list(self._followed) if not self._closing and not self._aborting else []:
             for report in followed.look():
                 self._send(report)
 
     def _start_abort(self, reason: str) -> None:
         if self._aborting is None and not self._closing:
-            # A separate thread, since it may take long and this thread must go on reading messages.
+            # Uses a separate thread, because it may take long and this thread must keep reading messages.
             self._aborting = threading.Thread(target=self._end_calls, args=(reason,), daemon=True, name="tfrep-abort")
             self._aborting.start()
 

@@ -1,4 +1,4 @@
-"""Which collectives of functions this rank is in. The functions write it; the monitor's thread reads it."""
+"""The collectives of functions that this rank is in. The functions write them; the monitor's thread reads them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Stay(NamedTuple):
 
     Attributes:
         place: Name of its place in the program.
-        times: How often it has begun there.
+        times: Number of times that it has begun there.
         call: The collective.
     """
 
@@ -82,7 +82,7 @@ class Position:
 
 
 class _Note:
-    """Holds how often a collective has begun and, until it ends, the number of its call and its sizes."""
+    """Holds how often a collective has begun and, while it runs, the number of its call and its sizes."""
 
     _names = itertools.count()
 
@@ -95,8 +95,8 @@ class _Note:
     def handle(self) -> tf.Tensor:
         """Returns the resource, for use in the graph that is being built.
 
-        A graph finds it by its name. It could not capture the resource if it was the gradient of a branch or of a loop, which
-        captures only what the branch itself has captured.
+        A graph finds the resource by name. The gradient of a branch or of a loop could not capture it, since it captures only
+        tensors that the branch itself has captured.
         """
         return self._handle if tf.executing_eagerly() else self._find()
 
@@ -116,23 +116,23 @@ def sizes_of(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     """Returns the shapes of tensors as one int32 vector: for each tensor its number of dimensions, then their sizes."""
     if all(tensor.shape.is_fully_defined() for tensor in tensors):
         return tf.constant([n for tensor in tensors for n in (tensor.shape.rank, *tensor.shape)], tf.int32)
-    shapes = [tf.shape(tensor) for tensor in tensors]  # On the device of each tensor, so that no tensor is copied.
+    shapes = [tf.shape(tensor) for tensor in tensors]  # On the device of each tensor, so that nothing is copied.
     with tf.device("CPU:0"):
         return tf.concat([part for shape in shapes for part in (tf.shape(shape), shape)], 0)
 
 
 _LOOKS = 3
-"""After how many looks in the same collective a rank reports it."""
+"""The number of looks at the same collective after which a rank reports it."""
 
 
 class Followed:
-    """A position that the monitor looks at from time to time.
+    """A position that the monitor checks regularly.
 
     Args:
         group: The ranks that take part.
         number: The number of the group's communicator.
         position: The position.
-        limit: How many seconds the rank may wait for others in a collective.
+        limit: The seconds that the rank may wait for others in a collective.
     """
 
     def __init__(self, group: Sequence[int], number: int, position: Position, limit: float) -> None:
@@ -141,7 +141,7 @@ class Followed:
         self._until: dict[Stay, float] = {}
 
     def look(self) -> list[Report]:
-        """Returns a report of each collective that the rank has been in for some time, and one more if it reaches the limit."""
+        """Returns a report for each collective that the rank has been in for some time, and another one at the limit."""
         now, stays = time.monotonic(), list(self._position.read())
         self._looks = {stay: self._looks.get(stay, 0) + 1 for stay in stays}
         self._until = {stay: self._until.get(stay, now + self._limit) for stay in stays}

@@ -1,8 +1,8 @@
-"""What ranks are about to call and to run, described so that rank 0 can compare it.
+"""Reports of the collectives and programs that ranks are about to run, for comparison on rank 0.
 
-Programs that ranks are about to run, and functions that they call, which rank 0 compares. No rank waits for one that runs none.
-A rank sends a digest of its program under a name, and gets an answer from rank 0 at once. If the digest is another one than that of
-the first rank with such a program, both send the lines of theirs, and all ranks get an error with the first that differs.
+Rank 0 compares programs and called functions without waiting for ranks that run none. A rank sends a digest of its program
+under a name, and gets an answer from rank 0 at once. If the digest differs from that of the first rank with such a program, both
+send the lines of their programs, and all ranks get an error with the first line that differs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tfrep_strategy.errors import DesyncError, message
 
 _FREE_ROWS = ("all_gather", "all_to_all")
 _NAMED = 8
-"""How many ranks a message names one by one."""
+"""The number of ranks that a message names one by one."""
 
 
 class Call(NamedTuple):
@@ -65,10 +65,10 @@ class Report(NamedTuple):
 
     Attributes:
         group: The ranks that take part, from `group_of`.
-        number: For an eager collective: how many collectives of this group the rank called before. For a collective in a
+        number: For an eager collective: the number of earlier collectives of this group on the rank. For a collective in a
             function: the number of the group's communicator, the place in the program, and how often it has begun there.
         call: The collective.
-        waits: Whether the rank waits for the others' reports before it goes on.
+        waits: Whether the rank waits for the others' reports before it continues.
         is_limited: Whether a long wait is an error.
     """
 
@@ -107,7 +107,7 @@ def _frames() -> Iterable[tuple[str, int]]:
 
 
 def purpose() -> str:
-    """Returns the name of this package's outermost function on the stack: the one that the user or Keras has called."""
+    """Returns the name of this package's outermost function on the stack, which the user or Keras has called."""
     name, frame = "", sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith(_OWN[0]):
         name = frame.f_code.co_name if frame.f_code.co_name != "replaced" else name
@@ -116,7 +116,7 @@ def purpose() -> str:
 
 
 def group_of(ranks: Sequence[int]) -> Sequence[int]:
-    """Returns the ranks of a group as each report names them: as a range if possible, which is short for any number of ranks.
+    """Returns the ranks of a group in the form of reports: a range if possible, which is short for any number of ranks.
 
     Example:
         >>> group_of([0, 1, 2]), group_of([0, 2])
@@ -127,7 +127,7 @@ def group_of(ranks: Sequence[int]) -> Sequence[int]:
 
 
 def some_of(ranks: Sequence[int]) -> str:
-    """Names ranks, and only the first of many.
+    """Lists ranks, but only the first of many.
 
     Example:
         >>> some_of([0, 2]), some_of(range(1024))
@@ -138,7 +138,7 @@ def some_of(ranks: Sequence[int]) -> str:
 
 
 def describe_difference(what: str, words: Sequence[tuple[int, str]]) -> str:
-    """Formats an error with one line for each rank. If there are many, those that say the same share a line.
+    """Formats an error with one line for each rank. If there are many, equal ranks share a line.
 
     Example:
         >>> print(describe_difference("Ranks called different collectives.", [(0, "a"), (1, "b")]).partition("Hint")[0])
@@ -158,23 +158,23 @@ def describe_difference(what: str, words: Sequence[tuple[int, str]]) -> str:
 
 
 Lines = Sequence[tuple[str, str]]
-"""Of each line of a program: what must be equal on all ranks, and what to tell of it where it is not."""
+"""For each line of a program: a text that must be equal on all ranks, and a description for the error."""
 
 OF_RANK, OF_HUB = ("program compared", "program wanted"), ("program", "program lines", "called")
 
 _KEPT = 1000
-"""So many calls of functions are kept at most. A rank that is as far ahead of another one waits for it in a collective."""
+"""The largest number of recorded calls of functions. A rank cannot be further ahead, because it waits in a collective."""
 
 
 class OwnPrograms:
     """The programs of a rank.
 
     Args:
-        send: Sends something to the hub.
-        news: Is notified when the hub has said something.
-        desync: Returns the error that the hub has told of, if there is one.
-        is_there: Returns whether somebody listens to the hub.
-        limit: For how many seconds a rank waits for the hub.
+        send: Sends a message to the hub.
+        news: Is notified of messages from the hub.
+        desync: Returns the error that the hub has reported, if any.
+        is_there: Returns whether a thread listens to the hub.
+        limit: The seconds that a rank waits for the hub.
     """
 
     def __init__(
@@ -186,15 +186,15 @@ class OwnPrograms:
         self._calls: Counter[str] = Counter()
 
     def compare(self, name: str, digest: bytes, lines: Callable[[], Lines]) -> None:
-        """Compares a program with those that other ranks have under the same name.
+        """Compares a program with programs of other ranks under the same name.
 
         Args:
-            name: The same on all ranks.
-            digest: Is equal for equal programs.
-            lines: Returns the program; called if it differs.
+            name: Its name, equal on all ranks.
+            digest: A digest that is equal for equal programs.
+            lines: Returns the program; called if the digests differ.
 
         Raises:
-            DesyncError: It differs.
+            DesyncError: The programs differ.
         """
         self._lines[name], began = lines, time.monotonic()
         self._send((OF_HUB[0], name, digest))
@@ -206,18 +206,18 @@ class OwnPrograms:
             raise DesyncError(error)
 
     def note_call(self, group: str, what: str, line: str) -> None:
-        """Tells of a function that this rank calls now. If another rank calls another one, all get an error soon.
+        """Reports a function that this rank calls now. If another rank calls a different one, all soon get an error.
 
         Args:
             group: The ranks that call it.
-            what: The function, and the shapes that it is called with.
-            line: Where it is called.
+            what: The function and its shapes.
+            line: The line of the call.
         """
         self._calls[group] += 1
         self._send(("called", f"call {self._calls[group]} of {group}", (what, line)))
 
     def hear(self, kind: str, name: str) -> None:
-        """Hears the hub."""
+        """Handles a message of the hub."""
         if kind == OF_RANK[0]:
             self._compared.add(name)
         else:
@@ -225,10 +225,10 @@ class OwnPrograms:
 
 
 class Programs:
-    """The programs of all ranks, as the hub knows them.
+    """The programs of all ranks that have been reported to the hub.
 
     Args:
-        tell: Sends something to some ranks, or to all.
+        tell: Sends a message to some ranks, or to all.
     """
 
     def __init__(self, tell: Callable[[Any, Sequence[int] | None], None]) -> None:
@@ -238,7 +238,7 @@ class Programs:
         self._calls: dict[str, tuple[int, tuple[str, str]]] = {}
 
     def hear(self, rank: int, kind: str, name: str, what: Any) -> None:
-        """Hears a rank."""
+        """Handles a message of a rank."""
         if kind == "called":
             first, called = self._calls.setdefault(name, (rank, what))
             if what[0] != called[0]:
@@ -261,7 +261,7 @@ class Programs:
             self._tell(("desync", _difference(told)), None)
 
     def forget(self, rank: int) -> None:
-        """Forgets the programs of a rank that has ended, which cannot tell of them."""
+        """Forgets the programs of a rank that has ended, because it cannot send their lines."""
         self._first = {name: first for name, first in self._first.items() if first[0] != rank}
 
 

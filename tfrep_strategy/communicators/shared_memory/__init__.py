@@ -1,9 +1,7 @@
-"""Collectives between the ranks of one machine through common memory. They need no port, no daemon and no other software.
+"""Collectives between the ranks of one machine through shared memory. They need no port, daemon or other software.
 
-Each rank reduces its part of the elements over the memory of all ranks, in the order of ranks. So an element gets the same bits on
-all ranks, and wherever it stands in a bucket.
-
-How ranks agree to talk through common memory: over the communicator that connects them already.
+Each rank reduces its part of the elements over the inputs of all ranks, in the order of ranks. So an element gets the same bits on
+all ranks, wherever it is in a bucket. The ranks agree on shared memory over the communicator that already connects them.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from tfrep_strategy.errors import ConfigurationError, DesyncError, TfrepError, m
 
 
 class _Running(NamedTuple):
-    """The collective that a rank is in: its kind, an argument, its place in the program, and the line of the user's code."""
+    """The current collective of a rank: its kind, an argument, its place in the program, and the line of the user's code."""
 
     kind: str
     option: str
@@ -44,20 +42,20 @@ class SharedMemoryCommunicator(HostCommunicator):
     """Runs collectives between ranks of one machine, on the CPU. Tensors of a GPU are copied.
 
     Args:
-        environment: Knows the rank, the size, and what tells this run from others on this machine.
-        links: The connections of a subgroup. Default: to all ranks, which meet.
-        ranks: The members of a subgroup, by their ranks among all.
-        seconds: How long to wait for all ranks to meet. Default: from `meeting_seconds`.
+        environment: Provides the rank, the size, and an id of this run on this machine.
+        links: The connections of a subgroup. Default: connections to all ranks, which meet.
+        ranks: The members of a subgroup, by their ranks in the run.
+        seconds: The time limit for all ranks to meet. Default: from `meeting_seconds`.
 
     Raises:
-        ConfigurationError: The ranks are on several machines, nothing tells which ranks belong together, the system is not Linux,
-            or two processes have one rank.
-        PeerError: Not all ranks come in time.
+        ConfigurationError: The ranks are on several machines, the environment has no id of the run, the system is not Linux,
+            or two processes have the same rank.
+        PeerError: Not all ranks arrive in time.
     """
 
     name = "shared_memory"
     _made: ClassVar[collections.Counter[str]] = collections.Counter()
-    """How many communicators this process has made for each run."""
+    """Number of communicators that this process has made for each run."""
 
     def __init__(
         self, environment: Any, links: Links | None = None, ranks: Sequence[int] = (), seconds: float | None = None
@@ -98,9 +96,9 @@ class SharedMemoryCommunicator(HostCommunicator):
                 self._running = running
                 try:
                     return talk(arrays)
-                except (ConfigurationError, DesyncError):  # Raised before anything was sent, or by all.
+                except (ConfigurationError, DesyncError):  # Raised before data was sent, or by all ranks.
                     raise
-                except BaseException as error:  # Nobody may wait for what this rank does not send.
+                except BaseException as error:  # Other ranks must not wait for data of this one.
                     self.abort(f"A collective has failed: {error!r}")
                     raise
 
@@ -154,16 +152,16 @@ class SharedMemoryCommunicator(HostCommunicator):
     def _moved(
         self, arrays: Arrays, rows: list[int], by_rows: bool = False, free_rows: bool = False
     ) -> tuple[np.ndarray, list[int]]:
-        """Gets bytes from each member.
+        """Receives bytes from each member.
 
         Args:
-            arrays: What this member may send. All members have the same dtypes and shapes, but for free rows.
-            rows: How many rows, or bytes, it sends: one number for all receivers, or one for each.
-            by_rows: Whether there is one array, and `rows` are rows of it.
-            free_rows: Whether members may have different numbers of rows.
+            arrays: The data of this member. All members have the same dtypes and shapes, except for free rows.
+            rows: The number of rows, or bytes, to send: one number for all receivers, or one for each.
+            by_rows: Whether there is one array, and `rows` counts its rows.
+            free_rows: Whether the number of rows may differ between members.
 
         Returns:
-            The bytes that came, in the order of members, and how many rows came from each.
+            The received bytes, in the order of members, and the number of rows from each.
         """
         unit = arrays[0][:0].itemsize * int(np.prod(arrays[0].shape[1:], dtype=np.int64)) if by_rows else 1
         table, said = self._begin(arrays, rows, unit, free_rows)
@@ -183,19 +181,19 @@ class SharedMemoryCommunicator(HostCommunicator):
     def _begin(
         self, arrays: Arrays, numbers: list[int], unit: int = 1, free_rows: bool = False
     ) -> tuple[list[list[int]], list[bytes] | None]:
-        """Begins a collective with a message to all members, which tells what this one does.
+        """Begins a collective with a message to all members that describes the call.
 
         Args:
-            arrays: What it may send.
-            numbers: How much it sends, in parts.
-            unit: Of how many bytes.
-            free_rows: Whether the members may have different numbers of rows.
+            arrays: The data of this member.
+            numbers: The sizes to send, in units.
+            unit: The bytes of a unit.
+            free_rows: Whether the number of rows may differ between members.
 
         Returns:
-            The numbers of each member; and the bytes of each, if they are so few that they came with the message, else None.
+            The numbers of each member; and the data of each if all of it fitted into the messages, else None.
 
         Raises:
-            DesyncError: The members called different collectives. They can go on.
+            DesyncError: The members called different collectives. They can continue.
             PeerError: A member has ended.
         """
         called = _checksum(self._running[:3], tuple((array.dtype, array.shape[free_rows:]) for array in arrays))
@@ -210,14 +208,14 @@ class SharedMemoryCommunicator(HostCommunicator):
         return table, [each[head.size :] for each in said] if is_small else None
 
     def _refuse(self, arrays: Arrays) -> None:
-        """Raises the same error on all members, none of which has sent more than the message that begins a collective."""
+        """Raises the same error on all members. None of them has sent more than the first message of a collective."""
         kind, option, place, line = self._running
         tensors = tuple((array.dtype.name, array.shape) for array in arrays)
         own = Call(kind, ", ".join(filter(None, [option, f"in {place}"])), tensors, line or user_line())
         words = [each.decode(errors="replace") for each in self._links.exchange(str(own).encode()[: LONGEST_MESSAGE // 2])]
         told = describe_difference("Ranks called different collectives.", list(zip(self._ranks, words, strict=True)))
         error = DesyncError(told)
-        if line:  # TensorFlow replaces the errors of a function by errors of its own.
+        if line:  # TensorFlow replaces the errors of a function.
             self.on_refusal(error)
         raise error
 
@@ -233,7 +231,7 @@ def _head(count: int) -> struct.Struct:
 
 
 def _reduced_from(told: Sequence[bytes], start: int, own: Arrays, op: str) -> Arrays:
-    """Reduces arrays of one dtype, which stand from byte `start` on in the message of each member."""
+    """Reduces arrays of one dtype, which begin at byte `start` in the message of each member."""
     dtype, ends = own[0].dtype, list(itertools.accumulate(array.size for array in own))
     whole = aligned_empty([ends[-1]], dtype)
     reduce_in_order([np.frombuffer(each, dtype, ends[-1], start) for each in told], op, whole)
@@ -268,21 +266,21 @@ def _all_linked(environment: Any, seconds: float) -> Links:
 
 
 _MEETING_SECONDS = 15.0
-"""How long ranks that are all there may take to meet. Where the names of sockets are not common, they never do."""
+"""The time limit for ranks that are all there to meet. They never do if they do not share the names of sockets."""
 
 
 def over_common_memory(connected: Communicator, environment: Any, *, has_gpu: bool) -> Communicator:
-    """Moves all ranks to common memory, or none. Every rank must call it.
+    """Moves all ranks to shared memory, or none. Every rank must call it.
 
-    Each rank tells the others whether it can share memory. If all can, they try to meet, and tell each other whether they have met.
+    Each rank tells the others whether it can share memory. If all can, they try to meet, and then compare whether they succeeded.
 
     Args:
-        connected: Connects all ranks. They use it if they cannot share memory, and rank 0 warns if they are on one machine.
-        environment: Knows the rank, the size, and what tells this run from others on this machine.
+        connected: Connects all ranks. It stays in use if they cannot share memory; rank 0 warns if they are on one machine.
+        environment: Provides the rank, the size, and an id of this run on this machine.
         has_gpu: Whether this rank has a GPU. Then no rank moves.
 
     Returns:
-        A communicator over common memory on all ranks, or `connected` on all.
+        A communicator over shared memory on all ranks, or `connected` on all.
     """
     stays = has_gpu or not SHARES_MEMORY or environment.local_size < environment.size or environment.size > MOST_SHARING
     told = connected.all_gather_object((stays, None if stays else problem_of_sharing(environment.size)))

@@ -1,11 +1,9 @@
-"""What connects the ranks of one machine: sockets, memory that all have mapped, and how they find each other.
+"""Connections between the ranks of one machine: sockets, shared memory, and the rendezvous.
 
-None of it has a name: sockets and memory go from process to process as open descriptors. So nothing is left of ranks that were
-killed.
+Sockets and memory have no names: they travel between processes as open descriptors. So killed ranks leave nothing behind.
 
-How the ranks of one machine find each other: rank 0 listens on a socket of the machine, which no network reaches.
-The socket has a name in the kernel, which ends with the socket. Every user of the machine can connect, but the kernel tells each
-end whose process the other one is.
+In the rendezvous rank 0 listens on a local socket, which no network reaches. Its name is in the kernel, and ends with the socket.
+Every user of the machine can connect, but the kernel tells each end whose process the other one is.
 """
 
 from __future__ import annotations
@@ -30,29 +28,29 @@ from tfrep_strategy.errors import ConfigurationError, PeerError, is_count, messa
 from tfrep_strategy.errors import message as message_of
 
 LONGEST_MESSAGE = 1 << 14
-"""The longest message in bytes. A socket holds the two that a member may be ahead, so to send never waits."""
+"""The longest message in bytes. A socket holds two, by which a member may be ahead, so sending never waits."""
 
 _LEAST_LOOKING_SECONDS, _MOST_LOOKING_SECONDS = 1e-6, 100e-6
-"""How long a member looks for a message before it sleeps, where each has a core. To wake one that sleeps takes about as long."""
+"""The time that a member polls for a message before it sleeps, if each has a core. Waking up takes about as long."""
 
 
 class Links:
-    """A socket to each other member of a group, and their common memory.
+    """A socket to each other member of a group, and their shared memory.
 
-    A member that waits longer sleeps in the kernel. It wakes when the other has sent a message, ends or is killed, and by `abort`.
-    One thread at a time uses the links.
+    A member that waits longer sleeps in the kernel. It wakes up when the other has sent a message, ends or is killed, and by
+    `abort`. One thread at a time uses the links.
 
     Args:
         rank: The number of this member.
-        sockets: A socket to each member, which keeps messages apart; None at the own number. `close` closes them.
-        memory: Descriptor of the common memory. It is closed here.
+        sockets: A message socket to each member; None for this member. `close` closes them.
+        memory: Descriptor of the shared memory. It is closed here.
     """
 
     def __init__(self, rank: int, sockets: Sequence[socket.socket | None], memory: int) -> None:
         self.rank, self.size = rank, len(sockets)
         self._sockets = {other: each for other, each in enumerate(sockets) if each is not None}
         for link in self._sockets.values():
-            link.settimeout(None)  # Whatever the script has set for new sockets.
+            link.settimeout(None)  # Overrides the script's default timeout.
         self.memory = mmap.mmap(memory, 0)
         os.close(memory)
         self._has_core = self.size <= cores_of_container()
@@ -62,10 +60,10 @@ class Links:
         close_in_children(self, Links.close)
 
     def exchange(self, message: bytes = b"") -> list[bytes]:
-        """Sends a message to all members, and returns theirs, by rank. No member returns before all have called it.
+        """Sends a message to all members, and returns their messages, by rank. No member returns before all have called it.
 
         Args:
-            message: Of `LONGEST_MESSAGE` bytes at most.
+            message: At most `LONGEST_MESSAGE` bytes.
 
         Raises:
             PeerError: A member has ended, or `abort` was called.
@@ -86,7 +84,7 @@ class Links:
         return [each[1:] for each in received]
 
     def _received(self, link: socket.socket) -> bytes:
-        """Returns the next message. The longer a member has looked in vain, the shorter it looks the next time."""
+        """Returns the next message. After polling in vain, a member polls for a shorter time."""
         if self._has_core:
             ends = time.monotonic() + self._looking_seconds
             while True:
@@ -100,7 +98,7 @@ class Links:
         return link.recv(1 + LONGEST_MESSAGE)
 
     def subgroup(self, members: Sequence[int], memory_bytes: int) -> Links:
-        """Connects some members by sockets and memory of their own. All of them must call it.
+        """Connects some members by separate sockets and memory. All of them must call it.
 
         Args:
             members: Their numbers, sorted.
@@ -126,7 +124,7 @@ class Links:
         return group
 
     def abort(self, reason: str) -> None:
-        """Ends the connections of this group and of its subgroups. All members that wait, or will, get a `PeerError`.
+        """Ends the connections of this group and of its subgroups. Waiting members, and later calls, get a `PeerError`.
 
         Args:
             reason: The message of this member's errors.
@@ -155,8 +153,8 @@ def take(link: socket.socket, most: int) -> tuple[bytes, list[int]]:
     """Receives a message with open descriptors.
 
     Args:
-        link: A socket that keeps messages apart.
-        most: How many descriptors there may be.
+        link: A message socket.
+        most: The largest number of descriptors.
 
     Raises:
         PeerError: The other end was closed.
@@ -169,7 +167,7 @@ def take(link: socket.socket, most: int) -> tuple[bytes, list[int]]:
 
 
 def _given(link: socket.socket, descriptors: Sequence[int]) -> socket.socket:
-    """Makes a pair of sockets, sends one, with other descriptors, and returns the other one."""
+    """Makes a pair of sockets, sends one of them, with other descriptors, and returns the other one."""
     own, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with others:
         give(link, b"link", [others.fileno(), *descriptors])
@@ -178,9 +176,9 @@ def _given(link: socket.socket, descriptors: Sequence[int]) -> socket.socket:
 
 _AGAIN_SECONDS, _LOOK_SECONDS = 0.02, 0.2
 _GRACE_SECONDS = 5.0
-"""How much longer the others wait than rank 0, which knows who is missing."""
+"""The additional time that other ranks wait. Rank 0 ends first, because it knows the missing ranks."""
 _BACKLOG = 4096
-"""How many may have connected before they are looked at. All ranks may come at once."""
+"""The number of pending connections. All ranks may connect at once."""
 _LONGEST_HELLO = 1 << 10
 
 
@@ -188,15 +186,15 @@ def meet(run: str, rank: int, size: int, memory_bytes: int, seconds: float) -> L
     """Connects the ranks of a run. All of them must call it.
 
     Args:
-        run: What tells this run from all others on this machine.
-        rank: The own rank.
-        size: How many ranks there are.
-        memory_bytes: The size of their common memory.
-        seconds: How long to wait for the others.
+        run: The id of this run on this machine.
+        rank: The rank of this process.
+        size: Number of ranks.
+        memory_bytes: The size of their shared memory.
+        seconds: The time limit.
 
     Raises:
-        ConfigurationError: Two processes have the same rank, or other processes think of another size, or have another version.
-        PeerError: Not all ranks come in time.
+        ConfigurationError: Two processes have the same rank, or processes have different sizes or versions.
+        PeerError: Not all ranks arrive in time.
     """
     name = socket_name(run)
     deadline = time.monotonic() + seconds
@@ -210,16 +208,16 @@ def meet(run: str, rank: int, size: int, memory_bytes: int, seconds: float) -> L
 
 
 def socket_name(run: str) -> str:
-    """Returns the name of the socket on which rank 0 listens until all have come.
+    """Returns the name of the socket on which rank 0 listens until all ranks have arrived.
 
     Args:
-        run: What tells the run from all others on this machine.
+        run: The id of the run on this machine.
     """
     return f"\0tfrep-{os.geteuid()}-{hashlib.sha256(run.encode()).hexdigest()[:32]}"
 
 
 def _receive(stack: contextlib.ExitStack, name: str, size: int, memory_bytes: int, deadline: float) -> Links:
-    """Waits for all ranks, and connects each with each."""
+    """Waits for all ranks, and connects each pair."""
     with _listening(name, deadline) as server:
         ranks = _all_ranks(server, size, deadline)
     for link in ranks.values():
@@ -228,7 +226,7 @@ def _receive(stack: contextlib.ExitStack, name: str, size: int, memory_bytes: in
     try:
         for link in ranks.values():
             give(link, b"memory", [memory])
-        for left in range(1, size):  # A rank gets the ends in the order of the ranks at the other end.
+        for left in range(1, size):  # A rank gets its ends in the order of the other ranks.
             for right in range(left + 1, size):
                 ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 for rank, end in zip((left, right), ends, strict=True):
@@ -242,7 +240,7 @@ def _receive(stack: contextlib.ExitStack, name: str, size: int, memory_bytes: in
 
 
 def _memory(links: Collection[socket.socket], memory_bytes: int) -> int:
-    """Makes the memory, or tells all ranks why there is none."""
+    """Makes the memory, or tells all ranks why it failed."""
     try:
         return new_memory(memory_bytes)
     except OSError as error:
@@ -258,7 +256,7 @@ def _memory(links: Collection[socket.socket], memory_bytes: int) -> int:
 
 
 def _join(stack: contextlib.ExitStack, name: str, rank: int, size: int, deadline: float) -> Links:
-    """Connects to rank 0, and gets from it the memory and the ends of the other connections."""
+    """Connects to rank 0, and receives the memory and the other connections from it."""
     first = stack.enter_context(_connected(name, rank, deadline))
     first.settimeout(max(deadline - time.monotonic(), 0.0) + _GRACE_SECONDS)
     links: list[socket.socket | None] = [first]
@@ -296,7 +294,7 @@ def _listening(name: str, deadline: float) -> socket.socket:
 def _connected(name: str, rank: int, deadline: float) -> socket.socket:
     while True:
         link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with contextlib.suppress(OSError):  # Nobody listens yet.
+        with contextlib.suppress(OSError):  # Rank 0 does not listen yet.
             link.connect(name)
             if _is_own(link):
                 return link
@@ -307,7 +305,7 @@ def _connected(name: str, rank: int, deadline: float) -> socket.socket:
 
 
 def _all_ranks(server: socket.socket, size: int, deadline: float) -> dict[int, socket.socket]:
-    """Accepts processes until all ranks have said who they are. Those that say nothing, or anything else, keep nobody waiting."""
+    """Accepts processes until all ranks have sent their numbers. Connections that send nothing, or anything else, do not block."""
     ranks: dict[int, socket.socket] = {}
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
         selector.register(server, selectors.EVENT_READ)
@@ -326,7 +324,7 @@ def _all_ranks(server: socket.socket, size: int, deadline: float) -> dict[int, s
                     continue
                 guest = cast(socket.socket, key.fileobj)
                 rank = _heard(guest, size, ranks)
-                if rank is None:  # A stranger, or a rank that has ended, after which another may come.
+                if rank is None:  # An unknown process, or a rank that has ended and may be replaced.
                     selector.unregister(guest)
                     ranks = {other: link for other, link in ranks.items() if link is not guest}
                     guest.close()
@@ -340,7 +338,7 @@ def _all_ranks(server: socket.socket, size: int, deadline: float) -> dict[int, s
 
 
 def _heard(guest: socket.socket, size: int, taken: Container[int]) -> int | None:
-    """Returns the rank of a process that belongs to this run; None for another, which is told why if it is one of ours."""
+    """Returns the rank of a process of this run; None for another process. One of this package is told why."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         said = json.loads(guest.recv(_LONGEST_HELLO))
         rank, own = said["rank"], {"size": size, "version": __version__}
@@ -354,7 +352,7 @@ def _heard(guest: socket.socket, size: int, taken: Container[int]) -> int | None
 
 
 def _is_own(link: socket.socket) -> bool:
-    """Returns whether the process at the other end is one of this user."""
+    """Returns whether the process at the other end belongs to this user."""
     credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return struct.unpack("3i", credentials)[1] == os.geteuid()
 

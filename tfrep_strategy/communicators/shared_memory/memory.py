@@ -1,4 +1,4 @@
-"""Reductions and moves of arrays of any size through a common memory of fixed size."""
+"""Reductions and moves of arrays of any size through a shared memory of fixed size."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import numpy as np
 from tfrep_strategy.cluster.hardware import CHUNK_BYTES
 
 _LINE = 64
-"""Bytes of a cache line, and the alignment with which TensorFlow takes an array without copying it."""
+"""Bytes of a cache line, which is the alignment that TensorFlow needs to take an array without a copy."""
 
 _UFUNCS = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply}
 
 
 class Memory:
-    """The common memory, seen by one member. It has two places for a chunk of each member, and two for a chunk of the result.
+    """The shared memory as seen by one member. It has two places for a chunk of each member, and two for a chunk of the result.
 
-    Members write one chunk while they work on the chunk before it. So one wait for each chunk is enough. The first chunk of a
-    reduction goes where no member reads any more, so it is written before the members meet.
+    Members write one chunk while they work on the previous one. So one wait for each chunk is enough. The first chunk of a
+    reduction goes to a place that no member reads any more, so it is written before the members meet.
 
     Args:
         rank: The number of this member.
-        size: How many members there are.
+        size: Number of members.
         memory: The memory, of `bytes_for(size)` bytes.
         wait: Returns when all members have called it.
     """
@@ -38,15 +38,15 @@ class Memory:
         self._inputs = whole[: 2 * size * CHUNK_BYTES].reshape(2, size, CHUNK_BYTES)
         self._results = whole[2 * size * CHUNK_BYTES :].reshape(2, CHUNK_BYTES)
         self._first = 0
-        """Which of the two places is written next. No member reads there any more when all have come to the last wait."""
+        """The place that is written next. No member reads it any more when all have reached the last wait."""
 
     def reduce(self, arrays: Sequence[np.ndarray], op: str, begin: Callable[[], Any] | None = None) -> list[np.ndarray]:
-        """Reduces arrays over the members, each element in the order of ranks. Each member does it for its part of a chunk.
+        """Reduces arrays over the members, each element in the order of ranks. Each member reduces its part of a chunk.
 
         Args:
             arrays: Contiguous arrays of one dtype, of the same shapes on all members.
             op: The reduction. For "mean" the result is the sum.
-            begin: Is called once in place of `wait`.
+            begin: Called once instead of `wait`.
 
         Returns:
             The results, the same bits on all members.
@@ -76,10 +76,10 @@ class Memory:
 
         Args:
             source: The bytes of this member.
-            sizes: How many bytes each member has.
-            starts: Where the range of each member begins.
-            counts: How many bytes each range has.
-            target: Where the ranges go, one after the other.
+            sizes: The number of bytes of each member.
+            starts: The start of each member's range.
+            counts: The size of each range in bytes.
+            target: The destination of the concatenated ranges.
         """
         places = list(itertools.accumulate(counts, initial=0))
         chunks = -(-max(sizes) // CHUNK_BYTES)
@@ -100,19 +100,19 @@ class Memory:
         self._first = (self._first + chunks) % 2
 
     def _own_part(self, count: int, line: int) -> slice:
-        """Returns which elements of a chunk this member reduces: whole cache lines, so that no two members write to one."""
+        """Returns the elements of a chunk that this member reduces: whole cache lines, so that no two members write to one."""
         edges = [count * rank // self._size // line * line for rank in (self._rank, self._rank + 1)]
         return slice(edges[0], count if self._rank + 1 == self._size else edges[1])
 
 
 class Row:
-    """Arrays of one dtype as if they were concatenated.
+    """Arrays of one dtype, treated as if they were concatenated.
 
     Args:
         arrays: Contiguous arrays.
 
     Attributes:
-        size: How many elements they have.
+        size: Number of elements.
     """
 
     def __init__(self, arrays: Sequence[np.ndarray]) -> None:
@@ -121,12 +121,12 @@ class Row:
         self.size = self._starts[-1]
 
     def read(self, start: int, into: np.ndarray) -> None:
-        """Copies elements to another place, as many as it has room for and there are."""
+        """Copies elements from a start into an array, until the array is full or the elements end."""
         for own, other in self._parts(start, into):
             other[...] = own
 
     def write(self, start: int, source: np.ndarray) -> None:
-        """Copies elements from another place, as many as it has and there is room for."""
+        """Copies an array to the elements from a start on, until either ends."""
         for own, other in self._parts(start, source):
             own[...] = other
 
