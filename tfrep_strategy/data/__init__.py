@@ -1,1 +1,1 @@
-"""Data of replicas: each process reads its parts of one pipeline, or its own pipelines."""
+"""Data of replicas: each process reads its part of one pipeline, or its own pipelines."""

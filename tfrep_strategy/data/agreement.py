@@ -1,4 +1,4 @@
-"""How processes keep in step while each reads its own data, and how they find that they were given other data."""
+"""Agreement between processes that each read their own data, and the comparison of data that should be equal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Agreement:
 
     Args:
         rank: Rank of this process.
-        size: How many processes there are.
+        size: Number of processes.
         sum_over_processes: Sums an int64 vector over all processes, inside a `tf.function` or eagerly.
         stop_together: Whether the data ends for all processes as soon as it ends for one, with a warning. Otherwise a process
             without data takes part with empty batches until the last process has read its data.
@@ -33,10 +33,10 @@ class Agreement:
         self._sum = sum_over_processes
 
     def has_step(self, there: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Returns whether this process has read what a step needs: if all stop together, a batch for each of its replicas.
+        """Returns whether this process has read the data of a step: if all stop together, a batch for each of its replicas.
 
         Args:
-            there: For each pipeline of this process a bool scalar, whether it had another batch.
+            there: For each pipeline of this process a bool scalar: whether it had another batch.
 
         Returns:
             bool scalar.
@@ -54,12 +54,12 @@ class Agreement:
         Args:
             has_batch: bool scalar, whether this process has read a batch for the step. A batch may be empty.
             own: int64 scalar, the number of examples in that batch.
-            alike: bool scalar, whether all its tensors have as many rows.
+            alike: bool scalar, whether all its tensors have equally many rows.
             open_sizes: Sizes of the batch in other dimensions, as an int64 vector; zeros if there is no batch.
 
         Returns:
             The number of examples of all processes (int64 scalar), whether there is a step (bool scalar), whether the tensors of
-            each are alike, and the largest of the open sizes.
+            each batch are alike, and the largest of the open sizes.
         """
         if self.size == 1:
             return own, has_batch, alike, open_sizes
@@ -70,7 +70,7 @@ class Agreement:
         return tf.reduce_sum(tf.maximum(told[:, 0], 0)), goes_on, alike, tf.reduce_max(told[:, 2:], 0)
 
     def all_read(self, has_batch: tf.Tensor, own: tf.Tensor) -> tf.Tensor:
-        """Returns whether all processes have read the next batch of data that each of them reads whole.
+        """Returns whether all processes have read the next batch, if each of them reads all data.
 
         Args:
             has_batch: bool scalar, whether this process has read a batch.
@@ -95,7 +95,7 @@ class Agreement:
 
     @staticmethod
     def _all_have(has_data: tf.Tensor, before: str, after: str = "") -> tf.Tensor:
-        """Returns whether a bool vector is true everywhere; if it is true in some places only, warns and names the others."""
+        """Returns whether a bool vector is true everywhere. If it is true only in some places, a warning names the others."""
         ended = tf.reshape(tf.where(tf.logical_not(has_data)), [-1])
 
         def stop() -> tf.Tensor:
@@ -146,7 +146,7 @@ class Leaf(NamedTuple):
 
 
 class Fingerprint:
-    """A sample of arrays, of a size that does not grow with them.
+    """A sample of arrays whose size does not grow with them.
 
     Args:
         given: Nests (dicts, lists and tuples) of arrays, tensors, data frames and plain values, by name. All pipelines have
@@ -279,7 +279,7 @@ def _values(array: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache(256)
 def _positions(size: int, runs: int) -> np.ndarray:
-    """Chooses positions in a flat array: single ones, which match no period of the data, and runs, for data that is mostly 0."""
+    """Chooses positions in a flat array: single ones, without a period, and runs, for data that is mostly zero."""
     if size <= _SINGLES + runs * _RUN:
         return np.arange(size)
     parts = np.modf(np.arange(1, _SINGLES + runs + 1) * _GOLDEN)[0]
@@ -301,7 +301,7 @@ class FirstBatch:
         self._number = 0
 
     def noted(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """Returns a data set with the same elements that records its first batch. The batch is not read a second time."""
+        """Returns a data set with the same elements that records its first batch, without reading the batch twice."""
         names: list[str] = []
         self._number += 1
         batch_name = "the first batch" if self._number == 1 else f"the first batch of data set {self._number}"
@@ -322,7 +322,7 @@ class FirstBatch:
         return dataset.enumerate().map(passed_on)
 
     def noted_rows(self, index: tf.Tensor, rows: tf.data.Dataset, number: tf.Tensor) -> tf.Tensor:
-        """Records the first batch before its examples are put together.
+        """Records the first batch before its examples are batched.
 
         Args:
             index: int64 scalar, the number of the batch.
@@ -330,7 +330,7 @@ class FirstBatch:
             number: Any tensor that is needed for the batch.
 
         Returns:
-            `number`, which is there when the batch has been recorded.
+            `number`, which is available after the batch has been recorded.
         """
         names: list[str] = []
 
@@ -357,7 +357,7 @@ class FirstBatch:
 
     @property
     def is_compared(self) -> bool:
-        """Whether the ranks have compared it, so that it need not be recorded any more."""
+        """Whether the ranks have compared the batch, so that it need not be recorded any more."""
         return self._compare is None
 
     def check(self) -> None:

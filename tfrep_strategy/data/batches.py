@@ -1,4 +1,4 @@
-"""Functions on one batch: count its examples, cut it into one part for each replica, and join the parts again."""
+"""Functions on one batch: counting its examples, cutting it into a part for each replica, and joining the parts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tfrep_strategy.errors import warn
 
 
 def known_examples(batch: Any) -> int | None:
-    """Returns how many examples a batch has, if it, or its specification, tells, and some tensor has rows."""
+    """Returns the number of examples of a batch, if the batch or its specification has it, and some tensor has rows."""
     with_rows = [leaf for leaf in tf.nest.flatten(batch) if not is_nothing(leaf) and leaf.shape.rank != 0]
     is_dense = bool(with_rows) and isinstance(with_rows[0], (tf.Tensor, tf.TensorSpec)) and with_rows[0].dtype != tf.variant
     return with_rows[0].shape[0] if is_dense and with_rows[0].shape.rank else None
@@ -44,13 +44,13 @@ def num_examples(batch: Any) -> tf.Tensor:
 
 
 def known_total(parts: Sequence[Any], num_replicas: int) -> int | None:
-    """Returns how many examples the global batch has, if all replicas are of this process, with known numbers of rows."""
+    """Returns the number of examples of the global batch, if this process has all replicas and knows their numbers."""
     rows = [known for part in parts if (known := known_examples(part)) is not None]
     return sum(rows) if len(rows) == num_replicas else None
 
 
 def is_nothing(leaf: Any) -> bool:
-    """Returns whether a leaf of a batch, or its specification, stands for None. Keras takes an `Optional` for it."""
+    """Returns whether a leaf of a batch, or its specification, stands for None. Keras represents it by an `Optional`."""
     return leaf is None or is_none(leaf) or isinstance(leaf, (tf.experimental.Optional, tf.OptionalSpec))
 
 
@@ -63,14 +63,14 @@ def cut(batch: Any, num_parts: int, index: int, fits: bool | tf.Tensor | None = 
     """Takes one of `num_parts` contiguous parts of a batch.
 
     The first `size % num_parts` parts have one example more than the others; a part may be empty. If tensors have different
-    numbers of rows (the nodes and edges of merged graphs, say), nobody knows which rows belong together. The first part is then
+    numbers of rows (the nodes and edges of merged graphs, say), it is unknown which rows belong together. The first part is then
     the whole batch, and the others are empty.
 
     Args:
         batch: A nest of dense, sparse or ragged tensors whose first dimension is the batch. Every part gets a scalar whole.
-        num_parts: How many parts there are.
+        num_parts: Number of parts.
         index: Index of the part to take.
-        fits: Whether the parts of all tensors belong together, where the caller knows; by default, if `has_one_size(batch)`.
+        fits: Whether the parts of all tensors belong together, if the caller knows; by default, if `has_one_size(batch)`.
 
     Returns:
         A nest of the same structure.
@@ -118,12 +118,12 @@ def has_one_size(batch: Any) -> bool | tf.Tensor:
 
 
 def all_alike(batches: Sequence[Any]) -> tf.Tensor:
-    """Returns a bool scalar: whether in each of several batches all tensors have one number of rows."""
+    """Returns a bool scalar: whether the tensors of each of several batches have the same number of rows."""
     return tf.reduce_all([has_one_size(batch) for batch in batches])
 
 
 def take_rows(batch: Any, start: Any, stop: Any) -> Any:
-    """Returns the rows from `start` to before `stop` of a nest of dense, sparse or ragged tensors, all of which have them.
+    """Returns the rows from `start` to before `stop` of a nest of dense, sparse or ragged tensors. All of them must have rows.
 
     A None leaf is kept.
     """
@@ -131,7 +131,7 @@ def take_rows(batch: Any, start: Any, stop: Any) -> Any:
 
 
 def map_rows(function: Callable[..., Any], *batches: Any) -> Any:
-    """Applies a function to what has rows in batches of one structure. What has none, such as a scalar, is that of the first.
+    """Applies a function to leaves with rows, in batches of one structure. Other leaves, such as scalars, are those of the first.
 
     Example:
         >>> [part.numpy().tolist() for part in map_rows(lambda x: x[:2], (tf.range(5), tf.constant(0)))]
@@ -141,7 +141,7 @@ def map_rows(function: Callable[..., Any], *batches: Any) -> Any:
 
 
 def _num_rows(leaf: Any) -> Any:
-    """Returns the number of rows of a tensor of a batch: an integer if it is known, else a scalar; None if it has no rows."""
+    """Returns the number of rows of a tensor: an integer if known, else a scalar; None if it has no rows."""
     if isinstance(leaf, tf.SparseTensor):
         return leaf.dense_shape[0]
     if isinstance(leaf, tf.RaggedTensor):
@@ -166,7 +166,7 @@ def _rows(leaf: Any, start: Any, stop: Any) -> Any:
 
 
 def bounds(rows: Any, num_parts: int, index: int) -> tuple[Any, Any]:
-    """Returns the first row of a part and the one after its last, as integers or as scalars of the dtype of `rows`."""
+    """Returns the first row of a part and the row after its last, as integers or as scalars of the dtype of `rows`."""
     base, longer = rows // num_parts, rows % num_parts
 
     def bound(i: int) -> Any:
@@ -179,12 +179,12 @@ def shard(batch: Any, num_replicas: int, first: int, count: int, fits: bool | No
     """Cuts a global batch for the replicas `first` to `first + count - 1` of `num_replicas`.
 
     Args:
-        batch: What `cut` takes.
-        num_replicas: How many replicas there are.
-        first: The first one.
-        count: How many are wanted.
-        fits: Whether the parts of all tensors are known to belong together. By default the batch tells. If it has to be left
-            whole, there is a warning where replica 0 is.
+        batch: A batch, as for `cut`.
+        num_replicas: Number of replicas.
+        first: The first replica.
+        count: Number of replicas to cut for.
+        fits: Whether the parts of all tensors are known to belong together; by default, the batch determines it. If they do
+            not, the process of replica 0 warns.
     """
     if fits is None and num_replicas > 1:
         fits = has_one_size(batch)
@@ -219,7 +219,7 @@ def pack(shards: Shards) -> Any:
 def with_unknown_size(part: Any) -> Any:
     """Hides a static batch size of 0 or 1 from the function that is being traced.
 
-    Code that reads static sizes does not take a dimension of 0 or 1 for a batch. `keras.ops.add`, for example, takes a
+    Code that reads static sizes treats a dimension of 0 or 1 as a broadcast dimension. `keras.ops.add`, for example, takes a
     tensor of shape `[1, n]` for a bias.
 
     Args:
@@ -289,24 +289,24 @@ def with_all_open(batch: Any) -> Any:
 
 
 def has_open_sizes(spec: Any) -> bool:
-    """Returns whether a specification leaves a dimension open beside the first, or their number: the length of sequences, say."""
+    """Returns whether a specification has an open dimension other than the first, such as a sequence length, or an open rank."""
     return any(_open_dimensions(leaf) or _has_open_rank(leaf) for leaf in tf.nest.flatten(spec))
 
 
 def open_sizes(spec: Any, batch: Any) -> tf.Tensor:
-    """Returns the sizes that a batch has in the dimensions that its specification leaves open, as an int64 vector."""
+    """Returns the sizes of a batch in the open dimensions of its specification, as an int64 vector."""
     leaves = zip(tf.nest.flatten(batch), tf.nest.flatten(spec), strict=True)
     sizes = [_shape(leaf)[i] for leaf, kind in leaves for i in _open_dimensions(kind)]
     return tf.stack(sizes) if sizes else tf.zeros([0], tf.int64)
 
 
 def with_open_sizes(spec: Any, batch: Any, sizes: tf.Tensor) -> Any:
-    """Pads a batch with zeros to sizes in the dimensions that its specification leaves open.
+    """Pads a batch with zeros to given sizes in the open dimensions of its specification.
 
     Args:
-        spec: A nest as `empty_batch` takes it.
+        spec: A nest, as for `empty_batch`.
         batch: A batch of this kind.
-        sizes: What `open_sizes` returns for a batch with these sizes.
+        sizes: The result of `open_sizes` for a batch with these sizes.
 
     Example:
         >>> with_open_sizes(tf.TensorSpec([None, None]), tf.ones([1, 2]), [3]).numpy().tolist()
@@ -331,7 +331,7 @@ def with_open_sizes(spec: Any, batch: Any, sizes: tf.Tensor) -> Any:
 
 
 def _open_dimensions(leaf: Any) -> list[int]:
-    """Returns which dimensions of a tensor, or of the flat values of a ragged one, are of unknown size, without the first."""
+    """Returns the open dimensions, except the first, of a tensor, or of the flat values of a ragged one."""
     if is_nothing(leaf) or leaf.dtype == tf.variant or leaf.shape.rank is None:
         return []
     return [i for i, size in enumerate(leaf.shape[_ragged_rank(leaf) :]) if i and size is None]
@@ -367,7 +367,7 @@ def any_size(spec: Any) -> Any:
 
 
 def as_element(spec: Any, components: Sequence[Any]) -> Any:
-    """Rebuilds an element from the arguments that `tf.data.Dataset.map` passes: it passes the items of a tuple one by one."""
+    """Rebuilds an element from the arguments of `tf.data.Dataset.map`, which passes the items of a tuple separately."""
     return tuple(components) if type(spec) is tuple else components[0]
 
 

@@ -19,7 +19,7 @@ from tfrep_strategy.data.pipeline_ends import PipelineIterator
 from tfrep_strategy.errors import ConfigurationError, message
 
 _MOST_UNROLLED = 500
-"""How many steps a function may read while it is traced. A loop of Python's own would never end."""
+"""The largest number of steps that a function may read while it is traced. A Python loop would never end."""
 
 
 def host_of(device: str) -> str:
@@ -34,8 +34,8 @@ class Pipeline(NamedTuple):
         dataset: A data set of whole steps (`Shards` with a part for each replica), or of parts for the replicas in turn
             (batches, or `Shards` with one part).
         runs_on: The device on which it runs.
-        ahead_to: The devices of the replicas, if elements are moved there ahead.
-        buffer: How many elements each of these devices holds.
+        ahead_to: The devices of the replicas, if elements are moved there ahead of the step.
+        buffer: Number of elements that each of these devices holds.
     """
 
     dataset: tf.data.Dataset
@@ -58,7 +58,7 @@ class Pipeline(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """How steps are made from the elements of pipelines.
+    """The way in which steps are made from the elements of pipelines.
 
     Attributes:
         devices: The device for the part of each replica of this process.
@@ -90,11 +90,11 @@ class ReplicaIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
 
     Args:
         iterators: A TensorFlow iterator over each pipeline.
-        reading: How steps are made from their elements.
+        reading: The way in which steps are made from their elements.
         first_batch: Compares the first batch between the processes, if it is read outside functions.
 
     Attributes:
-        known_rows: What is known of the rows of its batches.
+        known_rows: What is known about the rows of its batches.
     """
 
     known_rows = KnownRows()
@@ -104,7 +104,7 @@ class ReplicaIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
         self._reading = reading
         self._first_batch = first_batch
         self._traced: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        """How many steps were read while a function was traced, by its graph."""
+        """The number of steps that were read while a function was traced, by its graph."""
 
     def __iter__(self) -> ReplicaIterator:
         return self
@@ -144,7 +144,7 @@ class ReplicaIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
             elements = self._read(lambda iterator: iterator.get_next())
             return self._given(self._joined([element for element, _ in elements]))
         shards, goes_on = self._next_step(self._reading.agreement)
-        # If there is no step, nothing that depends on its batch may run.
+        # If there is no step, operations that depend on its batch must not run.
         with tf.control_dependencies([tf.cond(goes_on, lambda: tf.constant(0, tf.int64), _raise_at_the_end)]):
             return self._given(shards, always_copied=True)
 
@@ -172,7 +172,7 @@ class ReplicaIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
         )
 
     def _next_step(self, agreement: Agreement) -> tuple[Shards, tf.Tensor]:
-        """Returns this process's parts, empty if its data has ended, and whether there is a step."""
+        """Returns this process's parts, which are empty if its data has ended, and whether there is a step."""
         optionals = self._read(lambda iterator: iterator.get_next_as_optional())
         there = [optional.has_value() for optional, _ in optionals]
         elements = [_value_or_empty(optional, device) for optional, device in optionals]
@@ -185,13 +185,13 @@ class ReplicaIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
         told = tf.add_n(own), all_alike(elements), tf.reduce_max(sizes, 0)
         total, goes_on, alike, others = agreement.next_step(agreement.has_step(there), *told)
         if batches.has_open_sizes(specs):
-            keeps = not self._reading.as_shards  # To Keras, the batches of all are one, and as long as the longest.
+            keeps = not self._reading.as_shards  # For Keras, the processes' batches form one batch, as long as the longest.
             sizes = [tf.where(keeps & has, own, others) for has, own in zip(there, sizes, strict=True)]
             elements = list(map(batches.with_open_sizes, specs, elements, sizes))
         return Shards(tuple(elements), total, alike), goes_on
 
     def _read(self, read: Callable[[Any], Any]) -> list[tuple[Any, str | None]]:
-        """Reads the elements of one step. Returns each with the device to which it was moved."""
+        """Reads the elements of one step. Returns each with the device that it was moved to."""
         found: list[tuple[Any, str | None]] = []
         parts_of_each = _parts_of(self._iterators[0].element_spec)
         while len(found) * parts_of_each < len(self._reading.devices):
@@ -207,14 +207,14 @@ class ReplicaIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
         return self._reading.devices if len(self._iterators) == 1 else self._reading.devices[first : first + 1]
 
     def _joined(self, elements: Sequence[Any]) -> Shards:
-        """Makes one step from its elements, each of which holds one part or several."""
+        """Makes one step from its elements, each with one part or several."""
         if isinstance(elements[0], Shards):
             parts = tuple(part for element in elements for part in element.parts)
             return Shards(parts, elements[0].total, elements[0].alike)
         return Shards(tuple(elements), tf.add_n([num_examples(part) for part in elements]), all_alike(elements))
 
     def _given(self, shards: Shards, always_copied: bool = False) -> Any:
-        """Returns a step as `get_next` returns it, with its parts on their devices."""
+        """Returns a step in the form of `get_next`, with its parts on their devices."""
         if self._reading.as_shards and not always_copied:
             return shards  # Keras's step runs on the replica's device anyway.
         parts = shards.parts
@@ -250,7 +250,7 @@ class ReplicaIteratorSpec(tf.TypeSpec):
     value_type = property(lambda self: ReplicaIterator)
 
     def _serialize(self) -> tuple[Any, ...]:
-        # Used for comparison only: iterators with equal elements and the same agreement share functions.
+        # Only used for comparison: iterators with equal elements and the same agreement share functions.
         devices, agreement, as_shards = self._reading
         return self._iterator_specs, devices, id(agreement), as_shards
 
@@ -294,7 +294,7 @@ class ReplicaIteratorSpec(tf.TypeSpec):
 
 
 class SpecOfSteps(tf.data.IteratorSpec):
-    """A specification that is cheap to look up. TensorFlow finds the trace of a function by it, several times in each step."""
+    """A specification that is cheap to look up. TensorFlow uses it to find the trace of a function, several times a step."""
 
     def __eq__(self, other: object) -> bool:
         return self is other or bool(super().__eq__(other))
@@ -308,11 +308,11 @@ class SpecOfSteps(tf.data.IteratorSpec):
 
 
 class WholeSteps:
-    """Steps that TensorFlow reads without Python's help: each element of a data set is one.
+    """Steps that TensorFlow reads without Python: each element of a data set is one step.
 
     Args:
         dataset: The data set.
-        spec: The specification of its iterators. Those of all epochs share it.
+        spec: The specification of its iterators, shared by those of all epochs.
         known_rows: See `ReplicaIterator`.
     """
 
@@ -335,13 +335,13 @@ class ZippedIterator(tf.distribute.DistributedIterator):
         return self
 
     def get_next(self) -> tuple[Any, ...]:
-        """Returns a tuple with the next element of each; raises `tf.errors.OutOfRangeError` if one of them has ended."""
+        """Returns a tuple with the next element of each; raises `tf.errors.OutOfRangeError` if an iterator has ended."""
         return tuple(iterator.get_next() for iterator in self._iterators)
 
     __next__ = get_next
 
     def get_next_as_optional(self) -> Any:
-        """Returns that tuple as a `tf.experimental.Optional`, which is empty if one of them has ended."""
+        """Returns that tuple as a `tf.experimental.Optional`, which is empty if an iterator has ended."""
         optionals = [iterator.get_next_as_optional() for iterator in self._iterators]
         spec = tuple(optional.element_spec for optional in optionals)
         return tf.cond(

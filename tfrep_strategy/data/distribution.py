@@ -1,4 +1,4 @@
-"""Distributes data sets: each process reads its parts of one pipeline, or its own pipelines."""
+"""Distribution of data sets: each process reads its part of one pipeline, or its own pipelines."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from tfrep_strategy.errors import ConfigurationError, message, warn
 _PER_REPLICA = tf.distribute.InputReplicationMode.PER_REPLICA
 _POLICIES = tf.data.experimental.AutoShardPolicy
 _OF_EACH = (_POLICIES.FILE, _POLICIES.OFF)
-"""The policies with which each process reads a pipeline of its own."""
+"""The policies under which each process reads its own pipeline."""
 _STEPS_AHEAD = 2
-"""How many steps are cut ahead."""
+"""The number of steps that are cut ahead."""
 _WORTH_MOVING_BYTES = 4 << 20
-"""From which size on batches are moved to GPUs ahead. TensorFlow's iterator for that takes 0.1 s to start, in each epoch, and some
-0.3 ms a batch; a copy when the step needs it moves about 6 GB/s."""
+"""The batch size from which batches are moved to GPUs ahead. TensorFlow's iterator for that takes 0.1 s to start, in each epoch,
+and some 0.3 ms a batch; a copy on demand moves about 6 GB/s."""
 _EXPECTED_ROWS = 64
 
 
@@ -44,7 +44,7 @@ class ReplicaDataset(tf.distribute.DistributedDataset):
 
     Args:
         pipelines: One pipeline for all replicas of this process, or one for each replica.
-        reading: How steps are made from the elements of the pipelines.
+        reading: The way in which steps are made from the elements of the pipelines.
         cardinality: The number of steps, or one of TensorFlow's negative values for unknown and infinite.
     """
 
@@ -53,18 +53,18 @@ class ReplicaDataset(tf.distribute.DistributedDataset):
         self._reading = reading
         self.cardinality = cardinality
         self.without_note: Callable[[], tf.data.Dataset] | None = None
-        """Makes the data set of the first pipeline again, but does not record the first batch."""
+        """Makes the data set of the first pipeline again, without recording the first batch."""
         self.first_batch: FirstBatch | None = None
         """Compares the first batch between the processes, if each reads the whole data."""
         self.is_of_one_replica = False
-        """Whether there is one replica in all, which gets the global batches."""
+        """Whether there is only one replica, which gets the global batches."""
         self.steps_per_batch: int | None = 1
-        """How many steps one batch of the original data set makes at most; None if that is not known."""
+        """The largest number of steps that one batch of the original data set makes; None if it is unknown."""
         self._spec_of_steps: SpecOfSteps | None = None
         self.batches: Sequence[tf.data.Dataset] = ()
-        """The data sets of batches that it was made of, where they may tell what its steps are."""
+        """The data sets of batches that it was made of, if they may describe its steps."""
         self.is_of_each = False
-        """Whether pipelines are read apart, so that open sizes other than the numbers of rows may differ between them."""
+        """Whether pipelines are read separately, so that sizes other than the numbers of rows may differ between them."""
         self._known_rows = KnownRows()
 
     def __iter__(self) -> Iterator[Any]:
@@ -74,7 +74,7 @@ class ReplicaDataset(tf.distribute.DistributedDataset):
         return iterator
 
     def note_no_more(self) -> None:
-        """Leaves out the operation that records the first batch, if that has been compared: an iterator then starts faster."""
+        """Removes the operation that records the first batch once it has been compared, so that iterators start faster."""
         is_over = self.first_batch is not None and self.first_batch.is_compared
         if is_over and self.without_note is not None and tf.executing_eagerly():
             make, self.without_note = self.without_note, None
@@ -115,11 +115,11 @@ class ReplicaDataset(tf.distribute.DistributedDataset):
         return tf.while_loop(lambda optional, state: optional.has_value(), step, start, parallel_iterations=1)[1]
 
     def for_keras(self, length_is_known: bool, known_rows: KnownRows) -> Any:
-        """Returns an iterable of `Shards`, for Keras's training loops; of batches, if there is one replica in all.
+        """Returns an iterable of `Shards`, for Keras's training loops; or of batches, if there is only one replica.
 
         Args:
             length_is_known: Whether Keras's loops run the same number of steps on every process.
-            known_rows: What all processes know of the rows of batches.
+            known_rows: What all processes know about the rows of batches.
         """
         self.note_no_more()
         first = self._pipelines[0]
@@ -137,7 +137,7 @@ class ReplicaDataset(tf.distribute.DistributedDataset):
 
     @functools.cached_property
     def known_rows(self) -> KnownRows:
-        """What this process knows of the rows of batches."""
+        """What this process knows about the rows of batches."""
         is_known, is_even = bool(self.batches) and all(map(rows_are_alike, self.batches)), not self.is_of_each
         if not is_known:
             return KnownRows(are_even=is_even, are_apart=bool(self.batches) and self.is_of_each)
@@ -162,7 +162,7 @@ class LocalReplicas(NamedTuple):
 
     @property
     def total(self) -> int:
-        """How many replicas all processes have."""
+        """Number of replicas of all processes."""
         return self.agreement.size * len(self.devices)
 
 
@@ -175,8 +175,8 @@ def distribute(
 ) -> ReplicaDataset:
     """Spreads a data set of global batches over the replicas.
 
-    By default every process reads the same pipeline and takes its parts of each batch. The steps are then exactly those of
-    one device. Each process computes only what its parts need, as far as that is known (`own_part.py`). With the
+    By default every process reads the same pipeline and takes its part of each batch. The steps are then exactly those of
+    one device. Each process computes only what its part needs, as far as that is known (`own_part.py`). With the
     `auto_shard_policy` `FILE` each process reads its own files; with `OFF` each process reads all data of its data set. Their
     batches are then cut into per-replica batches.
 
@@ -185,9 +185,9 @@ def distribute(
         replicas: The replicas of this process. Their agreement is used if each process reads its own data, or if the number
             of batches is unknown (`UNKNOWN_CARDINALITY`, on all processes or on none).
         options: The devices to move batches to, and how far ahead.
-        first_batch: Notes the first batch of a pipeline that all processes read.
-        most: How many steps will be read at most, where that is known. No more are read ahead, since a `shuffle` that begins
-            anew gives all that read it later another order.
+        first_batch: Records the first batch of a pipeline that all processes read.
+        most: The largest number of steps that will be read, if known. No more are read ahead, because a `shuffle` that starts
+            again changes the order for all later readers.
 
     Returns:
         A `ReplicaDataset`.
@@ -213,7 +213,7 @@ def distribute(
         if policy == _POLICIES.FILE:
             dataset = auto_shard_dataset(dataset, agreement.size, agreement.rank, replicas.total)
         dataset = in_turn(dataset, lambda batch: [cut(batch, replicas.total, i) for i in range(replicas.total)])
-        # A batch may have fewer rows than there are replicas. A step in which no replica has a row would train on nothing.
+        # A batch may have fewer rows than there are replicas. A step without rows on any replica would train on nothing.
         dataset = dataset.filter(tf.autograph.experimental.do_not_convert(lambda *part: num_examples(part) > 0))
         pipeline = Pipeline(dataset, host_of(devices[0]), devices if buffer else (), buffer)
         own = ReplicaDataset([pipeline], Reading(devices, agreement), int(tf.data.UNKNOWN_CARDINALITY))
@@ -227,7 +227,7 @@ def distribute(
     alike = alike_on_all_processes if must_repeat else lambda each: each
     shards = alike(shards)
     if buffer and count > 1:
-        # Each part is an element of its own; TensorFlow's iterator sends the elements to the devices in turn.
+        # Each part is a separate element; TensorFlow's iterator sends the elements to the devices in turn.
         shards = in_turn(shards, lambda step: [step._replace(parts=(part,)) for part in step.parts])
     may_end_anywhere = agreement.size > 1 and cardinality == tf.data.UNKNOWN_CARDINALITY
     pipeline = Pipeline(shards, host_of(devices[0]), devices if buffer else (), buffer)
@@ -283,7 +283,7 @@ def distribute_from_function(
         own = devices[len(pipelines) : len(pipelines) + 1] if per_replica else devices
         pipelines.append(Pipeline(dataset, device, own if buffer else (), buffer))
     cardinalities = {_cardinality(pipeline.dataset) for pipeline in pipelines}
-    # Where each has data without an end, no replica will ever lack a batch.
+    # If no data ends, no replica will ever lack a batch.
     never_ends = agreement.size == 1 and cardinalities == {tf.data.INFINITE_CARDINALITY}
     cardinality = tf.data.INFINITE_CARDINALITY if never_ends else tf.data.UNKNOWN_CARDINALITY
     distributed = ReplicaDataset(pipelines, Reading(devices, None if never_ends else agreement), int(cardinality))
@@ -323,7 +323,7 @@ def _check(options: tf.distribute.InputOptions | None) -> None:
 
 
 def _destinations(replicas: LocalReplicas, options: tf.distribute.InputOptions | None, spec: Any) -> tuple[tuple[str, ...], int]:
-    """Returns the device of each replica's batches, and how many batches are moved there ahead of the step."""
+    """Returns the device of each replica's batches, and the number of batches that are moved there ahead of the step."""
     devices = replicas.devices
     if options is None:
         on_gpus = any(tf.DeviceSpec.from_string(device).device_type != "CPU" for device in devices)
@@ -333,7 +333,7 @@ def _destinations(replicas: LocalReplicas, options: tf.distribute.InputOptions |
     else:
         on_device = options.experimental_place_dataset_on_device
         return (devices if on_device else tuple(map(host_of, devices))), 0
-    # Strings cannot be moved ahead, nor can sparse and ragged tensors, which pipelines hold as variants.
+    # Strings cannot be moved ahead. Neither can sparse and ragged tensors, which pipelines hold as variants.
     leaves = tf.nest.flatten(spec)
     movable = all(isinstance(leaf, tf.TensorSpec) and leaf.dtype not in (tf.string, tf.variant) for leaf in leaves)
     if not (ahead and movable):
@@ -342,7 +342,7 @@ def _destinations(replicas: LocalReplicas, options: tf.distribute.InputOptions |
 
 
 def _expected_bytes(spec: Any) -> int:
-    """Returns how many bytes a batch has, with `_EXPECTED_ROWS` where its size is open."""
+    """Returns the number of bytes of a batch, with `_EXPECTED_ROWS` for an open batch size."""
     leaves = [leaf for leaf in tf.nest.flatten(spec) if isinstance(leaf, tf.TensorSpec) and leaf.shape.rank]
     sizes = ([leaf.shape[0] or _EXPECTED_ROWS, *(size or 1 for size in leaf.shape[1:])] for leaf in leaves)
     return sum(math.prod(size) * leaf.dtype.size for size, leaf in zip(sizes, leaves, strict=True))
@@ -361,8 +361,8 @@ def _cut(
     first_batch: FirstBatch | None,
     most: int | None,
 ) -> tf.data.Dataset:
-    """Cuts batches, in the background if it may read ahead."""
-    if place.total == 1:  # To cut nothing off would cost as much as a step of a tiny net.
+    """Cuts batches, in the background if reading ahead is allowed."""
+    if place.total == 1:  # Cutting would cost as much as a step of a tiny net.
         return dataset
     if agreement.size > 1 and maps_examples(dataset):
         _warn_of_waste(_why_at_the_end(reads_ahead), agreement)
@@ -386,7 +386,7 @@ def _ahead(shards: tf.data.Dataset, most: int | None) -> tf.data.Dataset:
 
 
 def _why_at_the_end(reads_ahead: bool) -> str:
-    """Returns why batches are cut at the end of their pipeline; nothing if they are not."""
+    """Returns the reason why batches are cut at the end of their pipeline; empty if they are not."""
     if not reads_ahead:
         return "nothing may be read ahead; allow `inject_prefetch`, and a buffer in `tf.distribute.InputOptions`"
     return "" if tf.executing_eagerly() else "it is distributed in a function; distribute it outside"
@@ -398,7 +398,7 @@ def _warn_of_waste(reason: str, agreement: Agreement) -> None:
 
 
 def explain(dataset: tf.data.Dataset, replicas: LocalReplicas) -> str:
-    """Says which operations of a data set a process computes for its own examples only, and why not the others."""
+    """Lists the operations of a data set that a process computes only for its own examples, and why not the others."""
     if replicas.agreement.size == 1:
         return "One process reads the data set and computes all of it."
     if dataset.options().experimental_distribute.auto_shard_policy in _OF_EACH:

@@ -1,15 +1,13 @@
 """Lets a process compute only its own examples of a pipeline that all processes read.
 
-A step takes one global batch, of which each process needs a part. The batch is cut as far down in the pipeline as the part stays
-what it would be if the whole batch were cut at the end: below maps that treat each row by itself, below `batch`, and below
-maps of single examples. What lies below the cut (file names, shuffling, records) is read by every process, which keeps the order
-of one device; what lies above it is computed for the own examples only.
+A step takes one global batch, and each process needs a part of it. The batch is cut as low in the pipeline as possible, if the part
+stays equal to that of a cut at the end: below maps that treat each row independently, below `batch`, and below
+maps of single examples. Operations below the cut (file names, shuffling, records) run in every process, which keeps the order
+of one device. Operations above it run only for the own examples.
 
-Shuffles other elements as a data set of the user's shuffles its own.
-
-Reads the own part of batches whose sizes are known beforehand.
-TensorFlow optimizes each function of a pipeline whenever an iterator starts, in every epoch and every process: 2 to 7 ms of CPU
-time for a function of more than three operations. What is known beforehand therefore stands in data sets, not in functions.
+If the sizes of batches are known beforehand, they are in data sets, not in functions: TensorFlow optimizes each function of a
+pipeline whenever an iterator starts, in every epoch and process. A function of more than three operations takes 2 to 7 ms of CPU
+time for that.
 """
 
 from __future__ import annotations
@@ -43,19 +41,19 @@ _IGNORE_STATE = 1  # tensorflow::data::ExternalStatePolicy::POLICY_IGNORE
 
 
 class ShuffledAlike(kinds.Shuffle):
-    """A data set in the order that another shuffle gives to its elements, in this epoch and in all that follow.
+    """A data set in the order that another shuffle gives to its elements, in this epoch and in all later ones.
 
     A shuffle has a generator, which gives each epoch another order. It belongs to the data set, and may have been used before.
     Both data sets draw from it, so that an epoch of either counts.
 
     Args:
         shuffle: The data set that shuffles.
-        below: As many elements as it reads.
-        generator: What `seed_generator` returns for `shuffle`.
+        below: A data set with equally many elements as it reads.
+        generator: The result of `seed_generator` for `shuffle`.
     """
 
     def __init__(self, shuffle: Any, below: tf.data.Dataset, generator: tf.Tensor) -> None:
-        self._original = shuffle  # It owns the generator.
+        self._original = shuffle  # Keeps the generator alive.
         self._input_dataset = below
         self._buffer_size = shuffle._buffer_size
         self._seed, self._seed2 = shuffle._seed, shuffle._seed2
@@ -76,14 +74,14 @@ class ShuffledAlike(kinds.Shuffle):
 def seed_generator(shuffle: Any) -> tf.Tensor | None:
     """Returns the generator from which a shuffle draws the order of each epoch.
 
-    If all epochs have one order, it follows from the seeds. Else TensorFlow names the generator nowhere but in the description of
-    the data set, which contains all arrays that the data set reads.
+    If all epochs have the same order, it follows from the seeds. Otherwise TensorFlow names the generator only in the description
+    of the data set, which contains all arrays that the data set reads.
 
     Args:
         shuffle: A data set that shuffles.
 
     Returns:
-        A scalar of dtype `tf.resource`; None if the description would be too large, or TensorFlow makes none.
+        A scalar of dtype `tf.resource`; None if the description would be too large, or TensorFlow cannot make one.
     """
     if shuffle._reshuffle_each_iteration is False:  # None means True.
         return tf.raw_ops.DummySeedGenerator()
@@ -123,8 +121,8 @@ class Map(NamedTuple):
 
     Attributes:
         name: Its name, for explanations.
-        function: From an element to an element.
-        parallel_calls: How many run at once; None if one after the other.
+        function: Maps an element to an element.
+        parallel_calls: Number of parallel calls; None for sequential calls.
     """
 
     name: str
@@ -143,11 +141,11 @@ class Map(NamedTuple):
 
 
 class Lifted(NamedTuple):
-    """A data set, taken apart.
+    """A data set without some of its maps.
 
     Attributes:
-        source: The data set without some of its maps.
-        maps: These maps. `source`, mapped by them in order, has the elements of the data set.
+        source: The data set without these maps.
+        maps: The maps. `source`, mapped by them in order, has the elements of the data set.
     """
 
     source: tf.data.Dataset
@@ -155,12 +153,12 @@ class Lifted(NamedTuple):
 
 
 class Batches(NamedTuple):
-    """How many rows each batch has.
+    """The number of rows of each batch.
 
     Attributes:
-        rows: Of the whole data set; negative if it has no end.
-        size: Of a full batch.
-        drops: Whether a last batch of fewer rows is left out.
+        rows: Number of rows of the whole data set; negative if it has no end.
+        size: Number of rows of a full batch.
+        drops: Whether a last batch with fewer rows is dropped.
     """
 
     rows: int
@@ -181,7 +179,7 @@ def are_known(batches: Batches, place: Any, spec: Any) -> bool:
     """Returns whether `own_batches` can read these batches.
 
     Args:
-        batches: Which rows make a batch.
+        batches: The rows of the batches.
         place: The replicas of this process.
         spec: The specification of a batch. A part without rows needs the sizes of all other dimensions.
     """
@@ -195,7 +193,7 @@ def own_batches(lifted: Lifted, batches: Batches, place: Any) -> tf.data.Dataset
 
     Args:
         lifted: The rows of all batches, and their maps.
-        batches: Which rows make a batch; `are_known` says yes to them.
+        batches: The rows of the batches; `are_known` is true for them.
         place: The replica of this process.
 
     Returns:
@@ -240,12 +238,12 @@ _MAPS = (kinds.Map, kinds.ParallelMap)
 
 
 class OwnReplicas(NamedTuple):
-    """Which replicas of all belong to this process.
+    """The replicas of this process among all.
 
     Attributes:
-        total: How many replicas all processes have.
+        total: Number of replicas of all processes.
         first: The id of the first replica of this process.
-        local: How many replicas this process has.
+        local: Number of replicas of this process.
     """
 
     total: int
@@ -258,8 +256,8 @@ class CutDataset(NamedTuple):
 
     Attributes:
         dataset: A data set of `Shards`.
-        above: The operations above the cut, from the last of the pipeline down. A process computes these for its own part.
-        reason: Why a map is computed for all examples, and what would change that; empty if none is.
+        above: The operations above the cut, from the last of the pipeline down. A process computes them for its own part.
+        reason: The reason why a map is computed for all examples, and how to change that; empty if none is.
     """
 
     dataset: tf.data.Dataset
@@ -268,16 +266,16 @@ class CutDataset(NamedTuple):
 
 
 def cut_low(dataset: tf.data.Dataset, place: OwnReplicas, first_batch: FirstBatch | None, most: int | None = None) -> CutDataset:
-    """Cuts the batches of a pipeline for the replicas of this process, as low in the pipeline as it goes.
+    """Cuts the batches of a pipeline for the replicas of this process, as low in the pipeline as possible.
 
     Args:
         dataset: A data set of global batches.
         place: The replicas of this process.
-        first_batch: Notes the first batch where it is cut, so that the processes can compare it.
-        most: How many batches will be read at most. Maps that run ahead then get no example of another, where the cut is below.
+        first_batch: Records the first batch where it is cut, so that the processes can compare it.
+        most: The largest number of batches that will be read. Maps below a lower cut then do not run ahead of it.
 
     Returns:
-        The data set of `Shards`, with what is known of it. Its steps are those that a cut at the end would give, bit by bit.
+        The data set of `Shards`, with a description. Its steps equal those of a cut at the end, bit by bit.
     """
     cutter = _Cutter(place, first_batch, most)
     shards = cutter.batches(dataset)
@@ -285,12 +283,12 @@ def cut_low(dataset: tf.data.Dataset, place: OwnReplicas, first_batch: FirstBatc
 
 
 def maps_examples(dataset: tf.data.Dataset) -> bool:
-    """Returns whether a data set of batches maps single examples, which is mostly what costs."""
+    """Returns whether a data set of batches maps single examples, which is usually the main cost."""
     return any(_has_maps(part) for part in parts_of_dataset(dataset) if isinstance(part, _BATCHES))
 
 
 def cutting(dataset: tf.data.Dataset, place: OwnReplicas) -> Callable[..., Shards]:
-    """Returns the function that cuts whole batches of a data set, for its `map`."""
+    """Returns the function for `map` that cuts whole batches of a data set."""
     spec, fits = dataset.element_spec, True if parts_fit(dataset, place.total) else None
 
     @tf.autograph.experimental.do_not_convert
@@ -301,7 +299,7 @@ def cutting(dataset: tf.data.Dataset, place: OwnReplicas) -> Callable[..., Shard
 
 
 class _Cutter:
-    """Walks down a pipeline to where it can be cut, and builds it anew from there."""
+    """Walks down a pipeline to the lowest possible cut, and rebuilds the pipeline from there."""
 
     def __init__(self, place: OwnReplicas, first_batch: FirstBatch | None, most: int | None) -> None:
         self._place = place
@@ -315,7 +313,7 @@ class _Cutter:
         if isinstance(dataset, kinds.Options):
             return self.batches(dataset._input_dataset)
         if isinstance(dataset, COUNTING):
-            self._most = None  # Of what is below others are read.
+            self._most = None  # The number of elements below differs.
         if isinstance(dataset, (kinds.Prefetch, *COUNTING)):
             return _again(dataset, self.batches(dataset._input_dataset))
         if isinstance(dataset, kinds.Zip) and parts_fit(dataset, self._place.total):
@@ -343,12 +341,12 @@ class _Cutter:
         return self._here(dataset)
 
     def _say(self, dataset: tf.data.Dataset, reason: str) -> None:
-        """Notes why a data set is computed as a whole, if that costs something: if it maps single examples."""
+        """Records why a data set is computed as a whole, if that is costly because it maps single examples."""
         if maps_examples(dataset):
             self.reason = self.reason or reason
 
     def _here(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """Cuts whole batches, the first of which is noted."""
+        """Cuts whole batches, and records the first one."""
         return self._cut(dataset if self._first_batch is None else self._first_batch.noted(dataset))
 
     def _cut(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -356,11 +354,11 @@ class _Cutter:
         return dataset.map(cut, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
     def _zipped(self, dataset: Any, for_rows: bool = False) -> tf.data.Dataset:
-        """Cuts each of several data sets that are read side by side.
+        """Cuts each of several zipped data sets.
 
         Args:
             dataset: A data set that zips others.
-            for_rows: Whether the result is for a map of rows, which takes what every step gets alike as it is.
+            for_rows: Whether the result is for a map of rows, which takes elements that are equal in every step unchanged.
         """
 
         def cut(each: Any) -> tf.data.Dataset:
@@ -375,7 +373,7 @@ class _Cutter:
         return tf.data.Dataset.zip(tuple(map(cut, dataset._inputs()))).map(joined)
 
     def _joined(self, dataset: Any, elements: Sequence[Any]) -> Shards:
-        """Puts the elements of data sets that are read side by side together. `Shards` are cut, others are for all parts."""
+        """Joins the elements of zipped data sets. `Shards` have a part for each replica; other elements are in all parts."""
 
         def part(i: int) -> Any:
             own = [element.parts[i] if isinstance(element, Shards) else element for element in elements]
@@ -392,7 +390,7 @@ class _Cutter:
 
         Args:
             dataset: A data set that maps batches.
-            function: What it does with any number of rows.
+            function: The map, for any number of rows.
         """
         below = dataset._input_dataset
         is_zipped = isinstance(below, kinds.Zip)
@@ -409,7 +407,7 @@ class _Cutter:
             cut = [element if is_same_in_every_step(each) else shard(element, *self._place) for element, each in pairs]
             return mapped(self._joined(below, cut))
 
-        # Keras picks the rows of arrays by batches of indices. One operation costs an epoch less than three.
+        # Keras picks the rows of arrays by batches of indices. Here one operation costs less per epoch than three.
         if picks and not maps_examples(below):
             source, run = below, cut_and_mapped
         else:
@@ -426,11 +424,11 @@ class _Cutter:
         if self._first_batch is None and _tells_its_end(lifted.source) and are_known(known, self._place, dataset.element_spec):
             return own_batches(lifted, known, self._place)
 
-        # To start an iterator costs for every operation in a function, in every epoch.
+        # Each operation in a function makes the start of an iterator slower, in every epoch.
         parts_of_all = np.arange(first, first + count + 1)
 
         def limits(number: Any) -> Any:
-            """Returns where the own parts of a batch begin, and where the last one ends."""
+            """Returns the starts of the own parts of a batch, and the end of the last one."""
             return parts_of_all * (number // total) + tf.minimum(parts_of_all, number % total)
 
         @tf.autograph.experimental.do_not_convert
@@ -440,12 +438,12 @@ class _Cutter:
             if self._first_batch is not None:
                 number = self._first_batch.noted_rows(index, rows, number)
             own = limits(number)
-            # Each batch needs a row, which is not used if the part has none: the end of the data is that of the batches.
+            # Each batch needs a row, even if the part has none and the row is unused: the data must end with the batches.
             start = tf.minimum(own[0], number - 1)
             told = tf.concat([[number], own - own[0]], 0)
             return tf.data.Dataset.zip((rows.skip(start).take(tf.maximum(own[-1] - start, 1)), _always(told)))
 
-        # The own part of a full batch. Only the last batch may be shorter, so that every batch is put together again.
+        # Uses the size of the own part of a full batch. Only the last batch may be shorter, so every batch is complete.
         start, stop = bounds(size, total, first)[0], bounds(size, total, first + count - 1)[1]
         rows = lifted.source.window(size, drop_remainder=drops).enumerate().flat_map(own_rows)
         for each in lifted.maps:
@@ -456,7 +454,7 @@ class _Cutter:
         @tf.autograph.experimental.do_not_convert
         def parts(batch: Any, told: tf.Tensor) -> Shards:
             if drops and count == 1:
-                part = take_rows(batch, 0, stop - start)  # Its size is known.
+                part = take_rows(batch, 0, stop - start)  # Has a known size.
                 return Shards((part,), told[0, 0], tf.constant(True))
             number, *own = tf.unstack(told[0], count + 2)
             return Shards(tuple(take_rows(batch, *pair) for pair in itertools.pairwise(own)), number, tf.constant(True))
@@ -465,13 +463,13 @@ class _Cutter:
 
 
 class _Examples:
-    """Takes maps out of a data set of single examples: they may come last, since what is above them does not look at examples."""
+    """Takes maps out of a data set of single examples. They can run last if the operations above do not use the examples."""
 
     def __init__(self) -> None:
         self.reason = ""
 
     def lift(self, dataset: Any) -> Lifted:
-        """Returns the data set without the maps that can be made last, and these maps."""
+        """Returns the data set without the maps that can run last, and these maps."""
         if isinstance(dataset, _MAPS):
             stateful = first_stateful_operation(dataset._map_func.function) or changed_below(dataset)
             if stateful is None:
@@ -523,13 +521,13 @@ class _Examples:
 
 
 def _tells_its_end(dataset: tf.data.Dataset) -> bool:
-    """Whether a data set ends if its cardinality says so. That of one which takes from several is endless if one of these is."""
+    """Returns whether the cardinality of a data set shows its end. Choosing from data sets is endless if one of them is."""
     is_endless = int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY
     return not is_endless or not any(isinstance(part, kinds.Chosen) for part in parts_of_dataset(dataset))
 
 
 def _again(dataset: Any, below: tf.data.Dataset) -> tf.data.Dataset:
-    """Repeats an operation that only counts elements, on another data set."""
+    """Applies an operation that only counts elements to another data set."""
     if isinstance(dataset, kinds.Take):
         return below.take(dataset._count)
     if isinstance(dataset, kinds.Skip):
@@ -538,7 +536,7 @@ def _again(dataset: Any, below: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def _function(dataset: Any) -> Callable[[Any], Any]:
-    """Returns what a map does with one element: the function that TensorFlow has traced, with its seeds."""
+    """Returns the function of a map for one element: the one that TensorFlow has traced, with its seeds."""
     traced, spec = dataset._map_func, dataset._input_dataset.element_spec
     return lambda element: dataset_from_tensors(traced.output_structure, traced.function(*dataset_to_tensors(spec, element)))
 
@@ -554,7 +552,7 @@ def _beside(function: Callable[[Any], Any]) -> Callable[..., Any]:
 
 
 def _is_as_large_as_its_largest(dataset: Any) -> bool:
-    """Returns whether the size of a batch depends on all of its examples: that of sparse ones of unlike sizes."""
+    """Returns whether the size of a batch depends on all of its examples, as for sparse ones of different sizes."""
     specs = tf.nest.flatten(dataset._input_dataset.element_spec)
     return any(isinstance(leaf, tf.SparseTensorSpec) and not leaf.shape.is_fully_defined() for leaf in specs)
 
@@ -564,7 +562,7 @@ def _always(value: tf.Tensor) -> tf.data.Dataset:
 
 
 def _has_maps(dataset: tf.data.Dataset) -> bool:
-    """Whether there is a map of the user's. TensorFlow makes some for itself, such as `unbatch`."""
+    """Returns whether there is a map of the user. TensorFlow makes some itself, such as in `unbatch`."""
     maps = (part._map_func._func for part in parts_of_dataset(dataset) if isinstance(part, _MAPS))
     return any(not str(getattr(function, "__module__", "")).startswith("tensorflow.") for function in maps)
 

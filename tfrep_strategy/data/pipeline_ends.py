@@ -1,12 +1,10 @@
 """Ends data pipelines without a long wait, and before Python exits.
 
-Ends the data pipeline of an iterator without a long wait.
 Each pipeline has a thread that tunes it, after 10 ms, 20 ms, 40 ms, ..., at last once a minute. When TensorFlow ends a
-pipeline, it wakes this thread first and marks the pipeline as cancelled afterwards. A thread that looks for the mark too
+pipeline, it wakes this thread first and marks the pipeline as cancelled afterwards. A thread that checks the mark too
 early sleeps again. The end of the pipeline then waits for it, up to the pipeline's age, and at most a minute. On a busy
 machine this happens at every third to fifth end.
 
-Ends data pipelines before Python exits.
 A pipeline that calls Python (a generator, `tf.numpy_function`, a `PyDataset`) reads ahead in a thread of TensorFlow. When
 Python exits, it ends each thread that wants to run Python code. The pipeline would wait for its thread forever, and the
 process would never end.
@@ -30,17 +28,17 @@ from tfrep_strategy.core.step import KnownRows
 from tfrep_strategy.core.tf import OwnedIterator, caches_in_file
 
 PATIENCE_SECONDS = 0.1
-"""How long the end of an iterator waits for its pipeline. Most pipelines end in less than a millisecond."""
+"""The time that the end of an iterator waits for its pipeline. Most pipelines end in less than a millisecond."""
 
 
 class PipelineIterator(OwnedIterator):
-    """An iterator of TensorFlow whose end does not wait for a pipeline that ends slowly. The pipeline then ends in the background.
+    """An iterator of TensorFlow whose end does not wait for a slow pipeline. The pipeline then ends in the background.
 
-    A pipeline that caches in a file is waited for: the next one could not write the file otherwise.
+    The end does wait for a pipeline that caches in a file, because the next pipeline writes the same file.
 
     Args:
-        dataset: What it reads.
-        spec: Its specification, for iterators that are to have the same one. By default TensorFlow makes one when it asks.
+        dataset: The data set to read.
+        spec: Its specification, for iterators that share one. By default TensorFlow makes one on demand.
 
     Example:
         >>> int(next(PipelineIterator(tf.data.Dataset.range(3))))
@@ -59,16 +57,16 @@ class PipelineIterator(OwnedIterator):
         return super()._type_spec if self._spec is None else self._spec
 
     def __del__(self, python_ends: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not python_ends():  # Then there are no threads any more, and names of modules are cleared.
+        if not python_ends():  # Otherwise there are no threads any more, and names of modules are cleared.
             end_pipeline(self, vars(self).get("_patience", -1.0))
 
 
 def end_pipeline(iterator: Any, patience: float = PATIENCE_SECONDS) -> None:
-    """Ends the pipeline of an iterator, which cannot be used afterwards.
+    """Ends the pipeline of an iterator. The iterator cannot be used afterwards.
 
     Args:
-        iterator: Of TensorFlow.
-        patience: For how many seconds to wait; -1 means until the pipeline has ended.
+        iterator: An iterator of TensorFlow.
+        patience: The seconds to wait; -1 means until the pipeline has ended.
 
     Example:
         >>> end_pipeline(iter(tf.data.Dataset.range(3)))
@@ -80,11 +78,11 @@ def end_pipeline(iterator: Any, patience: float = PATIENCE_SECONDS) -> None:
     ended.acquire()
 
     def end() -> None:
-        resource.clear()  # Drops the last reference; TensorFlow lets other threads of Python run meanwhile.
+        resource.clear()  # Drops the last reference. TensorFlow lets other Python threads run meanwhile.
         ended.release()
 
     try:
-        _thread.start_new_thread(end, ())  # `threading` has locks, which whoever is interrupted by a destructor may hold.
+        _thread.start_new_thread(end, ())  # A destructor may interrupt code that holds a lock of `threading`.
     except RuntimeError:  # Python is ending.
         return
     ended.acquire(timeout=patience)
@@ -106,10 +104,10 @@ def end_pipelines() -> None:
     for each in gc.get_objects():  # Includes unreachable objects. Collecting them here could wait forever.
         # `isinstance` would run the code of some objects.
         if type(each) in _ITERATORS and (resource := vars(each).pop("_iterator_resource", None)) is not None:
-            # A thread drops the last reference. If that blocks, the thread is abandoned.
+            # A thread drops the last reference. If it blocks, it is abandoned.
             threads.append(threading.Thread(target=[resource].clear, daemon=True, name="tfrep-pipeline-end"))
             del resource
-    with contextlib.suppress(RuntimeError):  # Python 3.12 starts no threads at its end. Pipelines are dropped with them then.
+    with contextlib.suppress(RuntimeError):  # Python 3.12 starts no threads at its end. Then pipelines end with the references.
         for thread in threads:
             thread.start()
     deadline = time.monotonic() + _LIMIT_SECONDS

@@ -1,8 +1,8 @@
-"""What the functions of a pipeline do with its rows: which may run on a part of them, and which only one call after the other.
+"""Properties of pipeline functions: whether they may run on a part of the rows, and whether their calls may run in parallel.
 
-Maps whose calls draw random numbers, or change something: called one after the other, so that all processes get the same.
-TensorFlow gives the numbers of one generator to the calls of a map as they come. With several calls at once (`num_parallel_calls`)
-each process would give an example other numbers. With one call at a time they are those of `num_parallel_calls=None`.
+Maps that draw random numbers or have other effects are called sequentially, so that all processes get the same elements.
+TensorFlow gives the numbers of one generator to the calls of a map in any order. With several calls at once (`num_parallel_calls`)
+each process would give an example other numbers. Sequential calls draw the numbers of `num_parallel_calls=None`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-import tfrep_strategy.partitioner.rules  # noqa: F401  (registers them)
+import tfrep_strategy.partitioner.rules  # noqa: F401  (registers the rules)
 from tfrep_strategy.core.tf import dataset_kinds as kinds
 from tfrep_strategy.core.tf import is_none, operation_definition, parts_of_dataset
 from tfrep_strategy.data.batches import any_size
@@ -29,9 +29,9 @@ _READS_ONLY = frozenset(
         "VarIsInitializedOp", "While",
     }
 )  # fmt: skip
-"""Operations that TensorFlow calls stateful and that give one result, however often and in whatever order they run.
+"""Operations that TensorFlow calls stateful, but whose result does not depend on the number or order of their runs.
 
-Functions and branches are among them, since what they contain is looked at by itself.
+Functions and branches are among them, because their contents are checked separately.
 """
 
 
@@ -39,17 +39,17 @@ _PYTHON = frozenset({"EagerPyFunc", "PyFunc"})
 
 
 def first_stateful_operation(function: Any, but_python: bool = False) -> str | None:
-    """Returns an operation by which a function's result depends on the calls before it, such as a random number.
+    """Returns an operation that makes a function's result depend on earlier calls, such as a random number.
 
     Args:
         function: A concrete function.
-        but_python: Whether calls of Python do not count.
+        but_python: Whether to ignore calls of Python.
 
     Returns:
         The kind of the first such operation in it, or in a function that it calls; None if there is none.
     """
     for node in _nodes(function):
-        known = operation_definition(node.op)  # None: a function, which the library has.
+        known = operation_definition(node.op)  # None for a function, which is in the library.
         left_out = _READS_ONLY | _PYTHON if but_python else _READS_ONLY
         if known is not None and known.is_stateful and node.op not in left_out:
             return str(node.op)
@@ -57,7 +57,7 @@ def first_stateful_operation(function: Any, but_python: bool = False) -> str | N
 
 
 def resources(function: Any) -> set[int]:
-    """Returns the variables, tables and generators that a function uses, as ids that hold while the function exists.
+    """Returns the variables, tables and generators of a function, as ids that are valid while the function exists.
 
     Args:
         function: A concrete function.
@@ -66,14 +66,14 @@ def resources(function: Any) -> set[int]:
 
 
 def are_alike(function: Any, other: Any) -> bool:
-    """Returns whether two functions do the same, but for the sizes of what they are given.
+    """Returns whether two functions are equal except for the sizes of their arguments.
 
     Args:
         function: A concrete function.
         other: The same Python function, traced for other sizes.
 
     Returns:
-        False as well if that is not known: if they call functions.
+        True if they are equal. False also if that is unknown, because they call functions.
     """
     first, second = (each.graph.as_graph_def() for each in (function, other))
     if first.library.function or second.library.function or len(first.node) != len(second.node):
@@ -101,7 +101,7 @@ def makes_maps(function: Any) -> bool:
 
 
 def _nodes(function: Any) -> Iterator[Any]:
-    """Yields the operations of a function, and of those that it calls."""
+    """Yields the operations of a function, and of the functions that it calls."""
     definition = function.graph.as_graph_def()
     yield from definition.node
     for inner in definition.library.function:
@@ -119,28 +119,28 @@ _EXACT = frozenset({
     "StringLower", "StringStrip", "StringToHashBucketFast", "StringToNumber", "StringUpper", "Sub", "Tile", "Transpose",
     "TruncateDiv", "Unpack", "ZerosLike",
 })  # fmt: skip
-"""Operations that move elements, or round each of them alike wherever it stands.
+"""Operations that move elements, or round each element the same way wherever it is.
 
-`Exp` and `MatMul`, for example, may round the last rows of an array in another way than the first ones. Sums round by the order in
-which they are added up. Pads that reflect fail on no rows.
+`Exp` and `MatMul`, for example, may round the last rows of an array differently from the first ones. Sums round by the order of
+the terms. Pads that reflect fail without rows.
 """
 
 
 def operation_that_mixes_rows(function: Any, are_rows: Sequence[bool]) -> str | None:
-    """Follows the rows of a batch through a function, by the rules for steps.
+    """Tracks the rows of a batch through a function, by the rules for steps.
 
     Args:
         function: A concrete function of dense tensors, traced for any number of rows.
-        are_rows: Whether each argument has the batch as its first dimension. What else it gets is the same for all batches.
+        are_rows: Whether each argument has the batch as its first dimension. Other arguments are equal for all batches.
 
     Returns:
-        None if each result has a row for each row of the batch that is computed from that row alone, to the last bit; scalars
-        may depend on nothing in the batch. Otherwise the kind of the first operation of which that is not known, or why.
+        None if each row of each result depends only on the same row of the batch, to the last bit, and scalar results do not
+        depend on the batch. Otherwise the type of the first operation that violates this, or may, or another reason.
     """
     graph, program = function.graph, Program()
     rows = OwnRows(*(program.argument(tf.int32, []) for _ in range(4)))
     plan = Planner(program, rows, local_replicas=1)
-    given = [*are_rows, *[False] * (len(graph.inputs) - len(are_rows))]  # Behind the arguments is what it captures.
+    given = [*are_rows, *[False] * (len(graph.inputs) - len(are_rows))]  # Captured tensors follow the arguments.
     for tensor, is_cut in zip(graph.inputs, given, strict=True):
         plan.put(tensor, Shard(0) if is_cut else REPLICATE, program.argument(tensor.dtype))
     for operation in in_order(graph):
@@ -166,7 +166,7 @@ def _is_exact(plan: Planner, operation: Any) -> bool:
     tensors = (*operation.inputs, *operation.outputs)
     if all(isinstance(plan.placement(tensor), Replicate) for tensor in tensors):
         return True
-    if operation.type == "Reshape":  # Of no rows, no other size can be inferred than their number.
+    if operation.type == "Reshape":  # Without rows, only their number can be inferred.
         asked, placement = plan.sizes_of(operation.inputs[1]), plan.placement(operation.outputs[0])
         return asked is not None and isinstance(placement, Shard) and (-1 not in asked or asked[placement.axis] == -1)
     return operation.type in _EXACT
@@ -177,23 +177,23 @@ def _rows_are_counted(tensor: Any, placement: Any) -> bool:
 
 
 COUNTING = (kinds.Take, kinds.Skip, kinds.Repeat)
-"""Operations that look at nothing but the number of elements."""
+"""Operations that depend only on the number of elements."""
 
 _IN_ORDER = (kinds.Options, kinds.Prefetch, *COUNTING)
 _SAME_ELEMENTS = (*_IN_ORDER, kinds.Cache, kinds.Shuffle)
-"""Operations whose elements are those below, in their order and maybe in another one."""
+"""Operations that pass on the elements below, in the same or another order."""
 
 
 def of_any_size(dataset: Any) -> tuple[Any, str | None]:
-    """Returns a map of batches as it runs on a part of their rows, or why it has to get whole batches.
+    """Returns a map of batches in a form that runs on a part of their rows, or the reason why it needs whole batches.
 
     Args:
-        dataset: A data set that maps batches. What a zipped one repeats without an end is no batch: each part gets it whole.
+        dataset: A data set that maps batches. Zipped elements that repeat forever are not batches: each part gets them whole.
 
     Returns:
         The same map, traced for any number of rows, and None; or None, and an operation that may mix rows or another reason.
     """
-    if not hasattr(dataset, "_of_any_size"):  # To trace the user's function again takes time.
+    if not hasattr(dataset, "_of_any_size"):  # Tracing the user's function again takes time.
         dataset._of_any_size = _found_of_any_size(dataset)
     found: tuple[Any, str | None] = dataset._of_any_size
     return found
@@ -219,7 +219,7 @@ def _found_of_any_size(dataset: Any) -> tuple[Any, str | None]:
 
 
 def _unsized(dataset: Any, below: list[Any]) -> Any:
-    """Returns a map of batches that all have one size, traced for any size; None if that would be another function."""
+    """Traces a map of batches of one size for any size; returns None if that changes the function."""
 
     def unsized(part: Any) -> Any:
         variant = tf.data.experimental.to_variant(part)
@@ -229,13 +229,13 @@ def _unsized(dataset: Any, below: list[Any]) -> Any:
     source = tf.data.Dataset.zip(tf.nest.pack_sequence_as(zipped._datasets, parts)) if isinstance(zipped, kinds.Zip) else parts[0]
     try:
         again = source.map(dataset._map_func._func)
-    except Exception:  # Of the user's function, which may raise anything when it does not get the size that it expects.
+    except Exception:  # The user's function may raise anything when it does not get the expected size.
         return None
     return again if are_alike(dataset._map_func.function, again._map_func.function) else None
 
 
 def _rows_of(dataset: Any) -> Any:
-    """Returns what decides how many rows all tensors of a batch have; None if nothing is known to."""
+    """Returns the properties that determine the number of rows of all tensors of a batch; None if they are unknown."""
     if isinstance(dataset, (kinds.Batch, kinds.ParallelBatch)):
         drops = bool(dataset._drop_remainder)
         return int(dataset._batch_size), None if drops else int(dataset._input_dataset.cardinality())
@@ -249,17 +249,17 @@ def _rows_of(dataset: Any) -> Any:
 
 
 def _common_rows(datasets: Sequence[Any]) -> Any:
-    """Returns what decides how many rows the batches of several data sets have, if it is the same for all, and is known."""
+    """Returns the properties that determine the number of rows of several data sets, if they are known and equal."""
     found = {_rows_of(dataset) for dataset in datasets}
     rows = found.pop() if len(found) == 1 else None
     return None if rows is None or rows[1] == tf.data.UNKNOWN_CARDINALITY else rows
 
 
 def parts_fit(dataset: Any, num_parts: int) -> bool:
-    """Returns whether each tensor of a batch may be cut by its own rows, as far as the pipeline tells.
+    """Returns whether each tensor of a batch may be cut by its own rows, as far as the pipeline shows.
 
-    It may if all have one number of rows, or if they were batched apart (labeled and unlabeled examples, say) and the parts of
-    each are equally large.
+    This holds if all have the same number of rows, or if they were batched separately (labeled and unlabeled examples, say) and the
+    parts of each are equally large.
     """
     if len(_leaves(dataset)) == 1 or _has_known_rows(dataset.element_spec):
         return True
@@ -275,7 +275,7 @@ def parts_fit(dataset: Any, num_parts: int) -> bool:
 
 
 def rows_are_alike(dataset: Any) -> bool:
-    """Returns whether all tensors of a batch that are no scalars have one number of rows, as far as the pipeline tells."""
+    """Returns whether all tensors of a batch, except scalars, have the same number of rows, as far as the pipeline shows."""
     if sum(not is_none(leaf) and leaf.shape.rank != 0 for leaf in _leaves(dataset)) == 1 or _has_known_rows(dataset.element_spec):
         return True
     if isinstance(dataset, _SAME_ELEMENTS):
@@ -314,32 +314,32 @@ def _leaves(dataset: Any) -> list[Any]:
 
 
 def changed_below(dataset: Any) -> str | None:
-    """Returns an operation below a map that changes what the map reads: how far it is ahead must not depend on the cut."""
+    """Returns an operation below a map that changes state that the map reads: its lead must not depend on the cut."""
     used = resources(dataset._map_func.function)
     below = [each.function for part in parts_of_dataset(dataset._input_dataset) for each in part._functions()] if used else []
     return next((found for each in below if used & resources(each) and (found := first_stateful_operation(each))), None)
 
 
 def has_rows(dataset: tf.data.Dataset) -> bool:
-    """Returns whether the batches of a data set have a tensor that is no scalar."""
+    """Returns whether the batches of a data set have a tensor that is not a scalar."""
     shapes = [getattr(leaf, "shape", None) for leaf in _leaves(dataset)]
     return any(shape is not None and shape.rank != 0 for shape in shapes)
 
 
 def is_same_in_every_step(dataset: Any) -> bool:
-    """Returns whether a data set repeats one element, so that each step has the same."""
+    """Returns whether a data set repeats one element, so that it is equal in every step."""
     return isinstance(dataset, kinds.Repeat) and isinstance(dataset._input_dataset, kinds.Tensor)
 
 
 _REWRITES = "make_deterministic"
-"""The rewriting of pipelines by which TensorFlow does so under `enable_op_determinism`. Maps without state stay parallel."""
+"""The rewrite that TensorFlow uses for this under `enable_op_determinism`. Maps without state stay parallel."""
 
 
 class _OneAtATime(kinds.Unchanged):
-    """A data set whose maps are called one at a time if they have state.
+    """A data set whose maps are called sequentially if they have state.
 
     Args:
-        dataset: Of any kind.
+        dataset: A data set of any kind.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -354,9 +354,9 @@ class _OneAtATime(kinds.Unchanged):
 
 
 def alike_on_all_processes(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns a data set that gives all processes the same, although it draws random numbers in parallel calls.
+    """Returns a data set with the same elements on all processes, even if it draws random numbers in parallel calls.
 
-    What calls Python is left as it is: whether its calls depend on each other cannot be known.
+    Calls of Python are left unchanged, because it is unknown whether they depend on each other.
 
     Args:
         dataset: A data set that each process has.
@@ -370,7 +370,7 @@ def alike_on_all_processes(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def _has_state_in_parallel(part: Any) -> bool:
-    """Returns whether calls of a function that have state may run at once."""
+    """Returns whether calls of a function with state may run in parallel."""
     return isinstance(part, (kinds.ParallelMap, kinds.ParallelInterleave)) and any(
         first_stateful_operation(each.function, but_python=True) for each in part._functions()
     )

@@ -1,4 +1,4 @@
-"""Measures what a step waits for, by operations inside the compiled step: nothing outside it can tell."""
+"""Measures the waits of a step, by operations inside the compiled step: they cannot be seen from outside."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _HOST = "CPU:0"
 
 
 class Counts(NamedTuple):
-    """What a `StepClock` has counted since it was made.
+    """The totals of a `StepClock` since it was made.
 
     Attributes:
-        data_seconds: How long steps have waited for their batch.
-        steps: How many steps have got a batch.
-        examples: How many examples these batches had, those of other processes included.
-        collective_seconds: How long steps have waited for global gradients when their own were complete.
+        data_seconds: The time that steps have waited for their batch.
+        steps: Number of steps that have got a batch.
+        examples: Number of examples of these batches, including those of other processes.
+        collective_seconds: The time that steps have waited for global gradients after their own were complete.
     """
 
     data_seconds: float
@@ -33,9 +33,9 @@ class Counts(NamedTuple):
 
 
 class StepClock:
-    """Counts what steps wait for and read.
+    """Measures the waits of steps, and counts their batches.
 
-    Its totals are no `tf.Variable`, because a strategy in scope would make copies of one.
+    Its totals are not `tf.Variable`s, because a strategy in scope would make copies.
 
     Example:
         >>> clock = StepClock()
@@ -50,17 +50,17 @@ class StepClock:
             self._reads, self._collectives = _zeros([3]), _zeros([1])
 
     def read(self) -> Counts:
-        """Returns the totals. It waits for no step."""
+        """Returns the totals. It does not wait for steps."""
         with tf.device(_HOST):
             totals = [tf.raw_ops.ReadVariableOp(resource=r, dtype=tf.float64) for r in (self._reads, self._collectives)]
         return Counts(*tf.concat(totals, 0).numpy().tolist())
 
     def watching(self, iterator: Any) -> WatchedIterator:
-        """Returns an iterator that gives the same batches and counts them here."""
+        """Returns an iterator that yields the same batches and counts them here."""
         return WatchedIterator(iterator, self)
 
     def count_read(self, start: tf.Tensor, batch: Any, steps: tf.Tensor, examples: tf.Tensor) -> None:
-        """Adds the operations that count a batch when it is there."""
+        """Adds operations that count a batch when it is available."""
         tensors = [t for t in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(t)]
         with tf.device(_HOST):
             seconds = _now(tensors) - start
@@ -93,7 +93,7 @@ class WatchedIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
 
     Args:
         iterator: An iterator of `tf.data`, or of distributed data.
-        clock: What counts.
+        clock: The clock.
     """
 
     def __init__(self, iterator: Any, clock: StepClock) -> None:
@@ -101,7 +101,7 @@ class WatchedIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
 
     @property
     def known_rows(self) -> KnownRows:
-        """What is known of the rows of batches of distributed data."""
+        """What is known about the rows of batches of distributed data."""
         return getattr(self._iterator, "known_rows", KnownRows())
 
     def __iter__(self) -> WatchedIterator:
@@ -192,7 +192,7 @@ def _zeros(shape: list[int]) -> tf.Tensor:
 
 
 def _now(after: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Returns the time, in seconds, at which the last of some tensors is there."""
+    """Returns the time, in seconds, at which the last of some tensors is available."""
     with tf.control_dependencies(after):
         return tf.timestamp()
 
