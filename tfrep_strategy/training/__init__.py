@@ -1,1 +1,1 @@
-"""What programs call: collectives, TF-Replicator's model, callbacks, evaluation beside training."""
+"""Functions and classes for programs: collectives, TF-Replicator's model, callbacks, evaluation beside training."""

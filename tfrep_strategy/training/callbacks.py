@@ -1,7 +1,7 @@
 """Callbacks for Keras's `fit`, under every strategy and under none, and the learning rate of larger batches.
 
-The learning rate of larger batches: scaled with the number of replicas, and reached step by step.
-Goyal et al., Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour, arXiv:1706.02677.
+The learning rate is scaled with the number of replicas, and reached step by step. Source: Goyal et al., Accurate, Large Minibatch
+SGD: Training ImageNet in 1 Hour, arXiv:1706.02677.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PERCENTILES = (50, 90, 99)
 class Throughput(keras.callbacks.Callback):
     """Measures the throughput of training, and adds it to the logs of each epoch.
 
-    `History`, `CSVLogger`, `TensorBoard` and other callbacks then have it, if they come after this one in the list. The time does
+    Callbacks after this one in the list, such as `CSVLogger` and `TensorBoard`, and `History` get it. The time does
     not include validation, nor the first step of a `fit`, which is compiled.
 
     * `examples_per_second`, `steps_per_second`: of all replicas together.
@@ -33,13 +33,13 @@ class Throughput(keras.callbacks.Callback):
     * `data_wait`: the share of the time, from 0 to 1, in which a step waited for its batch.
     * `collective_wait`: the share in which a process had its own gradients and waited for the global ones.
 
-    Operations in the compiled step measure the two waits. A wait that cannot be known is left out: both under parameter servers,
+    Operations in the compiled step measure the two waits. An unknown wait is left out: both under parameter servers,
     where steps overlap; `collective_wait` on GPUs, whose operations run ahead of the host, and in one process. With a GPU
     `data_wait` is the time in which the host waited. The GPU may have been busy with earlier steps meanwhile, so it is an upper
     bound. Each process reports its own waits. The model keeps the operations after `fit`.
 
     Under parameter servers a step takes longer than the time from one start to the next, because workers overlap. There the
-    examples are those that the metric `loss` has counted, and without that metric they are unknown (NaN).
+    examples are those that the metric `loss` has counted. Without that metric they are unknown (NaN).
 
     Attributes:
         epochs: The logs of each epoch so far, as dictionaries.
@@ -53,7 +53,7 @@ class Throughput(keras.callbacks.Callback):
 
     supports_remote_logs = True
     verbose = 0
-    """Parameter servers compute no logs of single steps for a callback that shows none."""
+    """Under parameter servers, logs of single steps are not computed for a callback that shows none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,17 +61,17 @@ class Throughput(keras.callbacks.Callback):
         self._in_epoch = False
 
     def reading(self, data: Iterable[Any]) -> Iterator[Any]:
-        """Reads the batches of a loop of one's own, and measures the loop as an epoch.
+        """Reads the batches of a custom training loop, and measures the loop as an epoch.
 
-        The loop is measured from its second step on, since the first one is traced. Each process reads the whole of a data set
+        The loop is measured from its second step on, since the first one is traced. Each process reads all of a data set
         that is not distributed. If `data_wait` is large, give `strategy.run` the batches of
-        `strategy.experimental_distribute_dataset`. A step of a GPU is part of the time if something asks for its results.
+        `strategy.experimental_distribute_dataset`. The time includes a step of a GPU only if the loop uses its results.
 
         Args:
-            data: What the loop reads: a data set, distributed or not, or any iterable of batches.
+            data: The data of the loop: a data set, distributed or not, or any iterable of batches.
 
         Yields:
-            Its batches. `epochs` has the logs behind the last one: all but `collective_wait`.
+            Its batches. Afterwards `epochs` has the logs, except `collective_wait`.
 
         Example:
             >>> throughput = tfrep.callbacks.Throughput()
@@ -91,7 +91,7 @@ class Throughput(keras.callbacks.Callback):
                 yield batch
                 asked = time.perf_counter()
             starts.append(time.perf_counter())
-        finally:  # Where the loop ends early, its last step has no end that could be seen.
+        finally:  # If the loop ends early, the end of its last step is unknown.
             times = np.diff(starts[1:])
             seconds = float(times.sum()) or math.nan
             percentiles = np.percentile(times, _PERCENTILES) if len(times) else [math.nan] * len(_PERCENTILES)
@@ -110,7 +110,7 @@ class Throughput(keras.callbacks.Callback):
         self._on_workers = isinstance(strategy, tf.distribute.experimental.ParameterServerStrategy)
         if not isinstance(self.model.train_function, _MeasuredFunction):
             if not self._on_workers:
-                # What was traced before has no operations that measure.
+                # A function that was traced before has no operations that measure.
                 self.model.make_train_function(force=True)
             self.model.train_function = _MeasuredFunction(self.model.train_function, None if self._on_workers else StepClock())
         self._function: _MeasuredFunction = self.model.train_function
@@ -153,13 +153,13 @@ class Throughput(keras.callbacks.Callback):
             return
         self._in_epoch = False
         begun = self._begun
-        if self._compiles:  # The only call so far: nothing of this epoch counts.
+        if self._compiles:  # The only call so far: the epoch has no measured step.
             self._compiles, begun = False, begun._replace(time=math.nan)
         returned = self._function.returned_at
-        has_returned = bool(self._starts) and returned > self._starts[-1]  # Else it found that the data had ended.
+        has_returned = bool(self._starts) and returned > self._starts[-1]  # Otherwise the call found the end of the data.
         self.epochs.append(self._logs(begun, time.perf_counter(), [returned] if has_returned else []))
 
-    # What has happened since a mark.
+    # Measurements since a mark.
 
     def _mark(self, now: float) -> _Mark:
         return _Mark(now, len(self._starts), self._function.calls, self._function.counts())
@@ -205,7 +205,7 @@ class Throughput(keras.callbacks.Callback):
 
 
 def _rows(batch: Any) -> int:
-    """Returns how many rows a batch has: of a distributed one, those of all replicas, if each has as many as here."""
+    """Returns the number of rows of a batch; of a distributed one, over all replicas, if each has as many as here."""
     first = tf.nest.flatten(batch)[0]
     local = tf.distribute.get_strategy().experimental_local_results(first)
     rows = sum(int(x.shape[0]) if x.shape.rank else 1 for x in map(tf.convert_to_tensor, local))
@@ -216,10 +216,10 @@ class _Mark(NamedTuple):
     """A moment of an epoch.
 
     Attributes:
-        time: When it was, in seconds.
+        time: The time in seconds.
         first: The number of the next call within the epoch.
-        calls: How many calls had returned.
-        counts: What steps had counted.
+        calls: Number of calls that had returned.
+        counts: The totals of the clock.
     """
 
     time: float
@@ -232,12 +232,12 @@ class _MeasuredFunction:
     """The train function of a model, with a clock.
 
     Args:
-        run: What Keras has made.
-        clock: Counts the batches that it reads. Workers of parameter servers have none.
+        run: Keras's function.
+        clock: Counts the batches that it reads. None for workers of parameter servers.
 
     Attributes:
-        calls: How many calls have returned.
-        returned_at: When the last call returned.
+        calls: Number of calls that have returned.
+        returned_at: The time when the last call returned.
     """
 
     def __init__(self, run: Any, clock: StepClock | None) -> None:
@@ -246,7 +246,7 @@ class _MeasuredFunction:
 
     def __call__(self, iterator: Any) -> Any:
         if self._clock is None or not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
-            result = self._run(iterator)  # `train_on_batch` brings its batch itself.
+            result = self._run(iterator)  # `train_on_batch` passes its batch.
         else:
             with counting.to(self._clock):
                 result = self._run(self._clock.watching(iterator))
@@ -258,7 +258,7 @@ class _MeasuredFunction:
         return getattr(self._run, name)
 
     def counts(self) -> Counts:
-        """Returns what the clock has counted."""
+        """Returns the totals of the clock."""
         return Counts(0.0, 0.0, 0.0, 0.0) if self._clock is None else self._clock.read()
 
 
@@ -269,16 +269,16 @@ def scale_learning_rate(learning_rate: float, replicas: int, rule: str = "linear
     """Scales a learning rate for a global batch that is `replicas` times as large.
 
     Args:
-        learning_rate: What is right for the batch of one replica.
-        replicas: By how much the global batch has grown. It is 1 if the global batch stays as it is on one device.
-        rule: `"linear"` (Goyal et al. 2017; for SGD), or `"sqrt"` (for Adam and its like).
+        learning_rate: A suitable learning rate for the batch of one replica.
+        replicas: The growth of the global batch. It is 1 if the global batch stays as it is on one device.
+        rule: `"linear"` (Goyal et al. 2017; for SGD), or `"sqrt"` (for Adam and similar optimizers).
 
     Returns:
         The learning rate for the global batch.
 
     Raises:
-        ConfigurationError: The learning rate is not a positive number, as a `LearningRateSchedule` is none. There is no such
-            rule, or no such number of replicas.
+        ConfigurationError: The learning rate is not a positive number; a `LearningRateSchedule` is not a number. There is no
+            such rule, or no such number of replicas.
 
     Example:
         >>> scale_learning_rate(0.125, 8), scale_learning_rate(0.125, 16, rule="sqrt")
@@ -295,24 +295,24 @@ class LearningRateWarmup(keras.callbacks.LearningRateScheduler):
     """Raises the learning rate in even steps, from that of one replica to that of all, during the first epochs.
 
     Step `b` of `n` in epoch `e`, counted from 0, has the learning rate
-    `learning_rate * (1 + (e + (b + 1) / n) / epochs * (replicas - 1)) / replicas`. It depends on nothing else, so a run that
-    goes on (`initial_epoch`, `BackupAndRestore`) has the learning rates of one that was not interrupted. After the warm-up the
-    callback changes nothing. The logs of an epoch get its last learning rate.
+    `learning_rate * (1 + (e + (b + 1) / n) / epochs * (replicas - 1)) / replicas`. It depends on nothing else, so a resumed run
+    (`initial_epoch`, `BackupAndRestore`) has the learning rates of one that was not interrupted. After the warm-up the
+    callback changes nothing. The logs of an epoch have its last learning rate.
 
     Args:
         learning_rate: The learning rate at the end of the warm-up. It usually comes from `scale_learning_rate`.
         epochs: The length of the warm-up.
         replicas: The warm-up begins at `learning_rate / replicas`. Default: the number of replicas of the model's strategy; under
             parameter servers, of all workers.
-        steps_per_epoch: Needed if `fit` does not know how long an epoch is.
+        steps_per_epoch: Needed if `fit` does not know the length of an epoch.
         momentum_correction: Whether momentum follows the learning rate. The velocity of `SGD` and `RMSprop` contains the learning
             rates of earlier steps. At each change it is multiplied by the ratio of the new rate to the old one (Goyal et al.,
             section 3).
 
     Raises:
         ConfigurationError: A setting cannot be used. When training begins: the optimizer has a `LearningRateSchedule`, or
-            momentum would be corrected while the workers of parameter servers change it. In the first step: nothing tells
-            how long an epoch is.
+            momentum would be corrected while the workers of parameter servers change it. In the first step: the length of an
+            epoch is unknown.
 
     Example:
         >>> learning_rate = tfrep.callbacks.scale_learning_rate(0.1, replicas=4)
@@ -405,7 +405,7 @@ class LearningRateWarmup(keras.callbacks.LearningRateScheduler):
         optimizer.learning_rate = learning_rate
 
     def _learning_rate_at(self, epoch: float) -> float:
-        """Returns the learning rate when so many epochs, with parts of one, are done."""
+        """Returns the learning rate after this number of epochs, which may be fractional."""
         done = min(epoch / self.epochs, 1.0)
         return self._start + (self.learning_rate - self._start) * done
 

@@ -1,4 +1,4 @@
-"""Whether a run was asked to end, for loops of one's own: all ranks learn of it in the same round."""
+"""Requests to end a run, for custom training loops: all ranks see a request in the same round."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from tfrep_strategy.strategies.groups import process_communicator
 from tfrep_strategy.training.collectives.between_processes import check_no_step
 
 _SECONDS = 1.0
-"""Ranks tell each other that often. A request is seen by all about as long after it came."""
+"""The time between two exchanges of the ranks. All see a request after about this time."""
 _MOST_GROWTH = 4
-"""A pause between two looks is at most that many times as long as the one before: the first rounds of a loop are slow."""
+"""The largest growth of the pause between two looks: the first rounds of a loop are slow."""
 
 
 class _Look(NamedTuple):
-    """What ranks tell each other; `rounds`, until the next look, is rank 0's."""
+    """The message of a rank; rank 0's `rounds` is the number of rounds until the next look."""
 
     is_asked: bool
     rounds: int
 
 
 class _Looks:
-    """Counts the calls between two looks, of which all ranks make the same number."""
+    """Counts the calls between two looks. Their number is equal on all ranks."""
 
     def __init__(self) -> None:
         self.is_ending = False
@@ -49,12 +49,12 @@ _looks: _Looks | None = None
 def is_ending() -> bool:
     """Returns whether the run was asked to end (SIGTERM, as before a preemption), on all ranks at once.
 
-    Call it in each round of a loop of your own, on all ranks, outside of steps. From the first call on SIGTERM ends nothing by
+    Call it in each round of a custom training loop, on all ranks, outside steps. From the first call on, SIGTERM ends nothing by
     itself: the program saves, and ends. A launcher kills it after `TFREP_GRACE` seconds. `fit` saves and ends by itself, in a run
     with backups.
 
     Returns:
-        True from then on. Ranks tell each other at most once a second, which other calls do not wait for.
+        True after a request. Ranks communicate at most once a second; other calls do not wait.
 
     Raises:
         ConfigurationError: The caller is inside a step, or no strategy connects the processes.

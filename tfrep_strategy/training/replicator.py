@@ -43,7 +43,7 @@ class Replicator(ShowsNewNames):
 
     Args:
         strategy: The strategy. Default: `tfrep.auto_strategy()`.
-        input_replication_mode: How often an input function is called.
+        input_replication_mode: The number of calls of an input function.
 
     Example:
         >>> repl = Replicator(tfrep.MirroredStrategy(["CPU:0", "CPU:1"]))
@@ -80,7 +80,7 @@ class Replicator(ShowsNewNames):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many replicas run a step together."""
+        """Number of replicas that run a step together."""
         return self.strategy.num_replicas_in_sync
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
@@ -117,7 +117,7 @@ class Replicator(ShowsNewNames):
 
         TF-Replicator's method made an optimizer aggregate the gradients of all replicas. Keras optimizers do so under every
         synchronous strategy: `apply` and `apply_gradients`, called in a step, make the gradients global before they use them.
-        Programs may call this method, or leave it out. It finds optimizers that would not aggregate.
+        Programs may call this method, or leave it out. It detects optimizers that would not aggregate.
 
         Args:
             optimizer: A Keras optimizer.
@@ -126,8 +126,8 @@ class Replicator(ShowsNewNames):
             The same object.
 
         Raises:
-            ConfigurationError: The optimizer is of TensorFlow 1, Keras 2 or Horovod, in which case the message shows the line to
-                write; it is no optimizer; or it was wrapped before.
+            ConfigurationError: The optimizer is of TensorFlow 1, Keras 2 or Horovod, and the message shows the line to
+                write; it is not an optimizer; or it was wrapped before.
 
         Example:
             >>> Replicator(tfrep.MirroredStrategy(["CPU:0"])).wrap_optimizer(keras.optimizers.SGD(name="mine")).name
@@ -150,8 +150,8 @@ class Replicator(ShowsNewNames):
                 returns a nest of tensors.
             input_fn: Called once for each pipeline, as `input_fn(input_context)` or `input_fn()`. It returns a
                 `tf.data.Dataset` of per-replica batches, or a callable that returns a per-replica batch: tensors of operations,
-                or what Python makes, for which it is called in each step. Later calls of `run` continue the same iterator.
-            steps: How many steps this call runs.
+                or Python values, for which it is called in each step. Later calls of `run` continue the same iterator.
+            steps: Number of steps of this call.
 
         Returns:
             The result of `step_fn` on each replica of this process, in the last step; see `local_results` and `reduce`.
@@ -159,7 +159,7 @@ class Replicator(ShowsNewNames):
         Raises:
             ConfigurationError: The replicator was shut down, the step returns something other than tensors, or `steps` is
                 below 1.
-            tf.errors.OutOfRangeError: The data has ended. A last step without a batch for every replica is left out, with
+            tf.errors.OutOfRangeError: The data has ended. A last step without a batch for every replica is dropped, with
                 a warning.
 
         Example:
@@ -202,7 +202,7 @@ class Replicator(ShowsNewNames):
         """Returns the results of the replicas of this process as a tuple, given a tensor that `run` returned."""
         return self.strategy.experimental_local_results(value)
 
-    # Building a step.
+    # The program of a step.
 
     def _program(self, step_fn: StepFn, source: Any, steps: int) -> Callable[..., Any]:
         strategy = self.strategy
@@ -212,7 +212,7 @@ class Replicator(ShowsNewNames):
                 step = self._checked(step_fn)
                 if not isinstance(strategy, SynchronousStrategy):
                     return strategy.run(step)
-                # Else the gradients of the replicas would be added up, and not averaged.
+                # Otherwise the gradients of the replicas would be summed, not averaged.
                 return strategy.run(lambda nothing: step(), args=(no_input(strategy),))
             batch = source() if callable(source) else next(iterator[0])
             return strategy.run(self._checked(step_fn), args=(batch,))
@@ -250,7 +250,7 @@ class Replicator(ShowsNewNames):
 
         return step
 
-    # Input of a step.
+    # Input.
 
     def _input(self, input_fn: InputFn | None) -> Any:
         if input_fn is not None and input_fn not in self._inputs:
@@ -280,7 +280,7 @@ class ParameterServerReplicator(Replicator):
     """Runs steps on workers that do not wait for each other, with variables on parameter servers.
 
     `run` gives `steps` steps to free workers, waits for all of them, and returns one result for each step, in order.
-    A step cannot call collectives. Gradients are not aggregated: every step updates the variables by itself.
+    A step cannot call collectives. Gradients are not aggregated: each step updates the variables independently.
 
     Args:
         strategy: A parameter-server strategy, made in the coordinator. Default: `tfrep.ParameterServerStrategy()`.
@@ -294,7 +294,7 @@ class ParameterServerReplicator(Replicator):
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(self.strategy)
 
     def init(self) -> None:
-        """Checks that the replicator was not shut down; there is nothing to wait for."""
+        """Checks that the replicator was not shut down. It does not wait for other processes."""
         self._check_alive()
 
     def run(self, step_fn: StepFn, input_fn: InputFn | None = None, *, steps: int = 1) -> Any:
@@ -316,7 +316,7 @@ class ParameterServerReplicator(Replicator):
         """Reduces the results of the steps of one `run`.
 
         Raises:
-            ConfigurationError: There is no such reduction.
+            ConfigurationError: The reduction is unknown.
         """
         for leaf in tf.nest.flatten(value):
             check_op(op, tf.convert_to_tensor(leaf))
@@ -324,7 +324,7 @@ class ParameterServerReplicator(Replicator):
 
     def _make_input(self, input_fn: InputFn) -> Any:
         def pipeline() -> Any:
-            # TensorFlow's own strategy does not say how many workers it has.
+            # TensorFlow's own strategy has no number of workers.
             with drawn_by_each_worker(getattr(self.strategy, "num_workers", 2)):
                 return per_pipeline(self.strategy, self.input_replication_mode, input_fn)
 

@@ -1,7 +1,4 @@
-"""Calls input functions with their context, and gives the batches of their pipelines to the replicas.
-
-Batches that Python makes, for steps that are compiled once.
-"""
+"""Input functions: calls them with their context, and passes the batches of their pipelines, or of Python, to the replicas."""
 
 from __future__ import annotations
 
@@ -23,10 +20,10 @@ from tfrep_strategy.strategies.base import SynchronousStrategy
 
 
 class PythonBatches:
-    """Calls a function for each step, also where a compiled step runs again.
+    """Calls a function for each step, even if the step is compiled.
 
-    TensorFlow calls a function of Python only while it compiles a step. What the function then returns would be a constant, the
-    same in all steps. Operations, such as a queue's `dequeue`, run in each step anyway, and stay as they are.
+    TensorFlow calls a Python function only while it compiles a step. Its result would be a constant, equal
+    in all steps. Operations, such as a queue's `dequeue`, run in each step anyway, and stay as they are.
 
     Args:
         make: The user's function. It returns a nest of tensors, arrays or numbers, of the same structure and dtypes each time.
@@ -42,10 +39,10 @@ class PythonBatches:
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
         self._made: deque[Any] = deque()
-        """What was made while a step was compiled, and belongs to the next ones."""
+        """Batches that were made while a step was compiled, for the next steps."""
 
     def __call__(self) -> Any:
-        """Returns the next batch: tensors."""
+        """Returns the next batch as tensors."""
         batch = self._make()
         leaves = tf.nest.flatten(batch)
         if tf.executing_eagerly() or any(map(_is_of_graph, leaves)):
@@ -65,12 +62,12 @@ class PythonBatches:
 
 
 def _is_of_graph(leaf: Any) -> bool:
-    """Whether a leaf is what an operation computes in each step, or a variable that is read there."""
+    """Returns whether a leaf is computed by an operation in each step, or a variable that is read there."""
     return isinstance(leaf, (tf.Variable, keras.Variable)) or tf.is_symbolic_tensor(leaf) and tf.get_static_value(leaf) is None
 
 
 def _array(leaf: Any, like: np.ndarray | None = None) -> np.ndarray:
-    """Returns a leaf as TensorFlow takes it: Python's numbers have 32 bits if these are enough, or as many as the first had."""
+    """Converts a leaf to an array. Python numbers get 32 bits if these suffice, or the dtype of the first batch."""
     array = np.asarray(tf.get_static_value(leaf) if tf.is_tensor(leaf) else leaf)
     if isinstance(leaf, float) and not isinstance(leaf, np.generic):
         array = array.astype(np.float32)
@@ -86,7 +83,7 @@ InputFn = Callable[..., Any]
 
 
 class InputReplicationMode(enum.Enum):
-    """How often an input function is called, and which replicas read its pipeline.
+    """The number of calls of an input function, and the replicas that read its pipeline.
 
     In all modes an element of a pipeline is a per-replica batch.
     """
@@ -175,8 +172,8 @@ class _Process(NamedTuple):
 
     Attributes:
         rank: Rank of the process.
-        size: How many processes there are.
-        total: How many replicas all processes have.
+        size: Number of processes.
+        total: Number of replicas of all processes.
     """
 
     rank: int
@@ -217,7 +214,7 @@ class _Process(NamedTuple):
 
 
 def no_input(strategy: SynchronousStrategy) -> Shards:
-    """Returns what the replicas get whose step takes no batch: each counts as much as any other."""
+    """Returns the input of replicas whose step takes no batch. All replicas have the same share."""
     _, devices, _ = strategy.extended.local_replicas(stop_together=True)
     total = tf.constant(strategy.num_replicas_in_sync, tf.int64)
     return Shards(tuple(tf.zeros([1]) for _ in devices), total, tf.constant(True))
@@ -228,14 +225,14 @@ def make_input(strategy: tf.distribute.Strategy, mode: InputReplicationMode, inp
 
     Args:
         strategy: The strategy whose replicas read.
-        mode: How often the input function is called.
+        mode: The number of calls of the input function.
         input_fn: Returns a `tf.data.Dataset` of per-replica batches, or a callable that returns such a batch in each step.
 
     Returns:
         An iterator of steps, or a function that returns the `Shards` of the next step.
 
     Raises:
-        ConfigurationError: The input function returns something else.
+        ConfigurationError: The input function returns another type.
     """
     if not isinstance(strategy, SynchronousStrategy):
         return iter(per_pipeline(strategy, mode, input_fn))

@@ -1,4 +1,4 @@
-"""Evaluates checkpoints in a separate process, while the training that writes them goes on."""
+"""Evaluation of checkpoints in a separate process, while the training that writes them continues."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class SidecarEvaluator:
         """The values of each metric, by name. `checkpoint` holds the numbers of the checkpoints."""
 
     def start(self) -> dict[str, list[float]]:
-        """Evaluates checkpoints as they come, until a limit is reached.
+        """Evaluates checkpoints as they appear, until a limit is reached.
 
         Returns:
             The history.
@@ -109,7 +109,7 @@ class SidecarEvaluator:
         return self.history
 
     def _new_checkpoints(self) -> Iterator[tuple[Path, int]]:
-        """Yields each new checkpoint, and when it was written."""
+        """Yields each new checkpoint, and the time when it was written."""
         tried: tuple[Path, int] | None = None
         last: tuple[Path, int] | None = None
         last_new = time.monotonic()

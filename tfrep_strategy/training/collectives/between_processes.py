@@ -1,7 +1,4 @@
-"""Collectives between processes: a barrier, and the exchange of Python objects.
-
-Lets the chief do something once for all processes, in a script that every rank runs.
-"""
+"""Collectives between processes: a barrier, the exchange of Python objects, and work that the chief does first."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from tfrep_strategy.training.collectives.flow import Flow
 def barrier(*, group: ReplicaGroup | None = None) -> None:
     """Waits until all have called it: inside a step all replicas, outside a step all processes.
 
-    Outside a step it needs no scope. A strategy must have been made before.
+    Outside a step it needs no scope, but a strategy must have been made before.
 
     Args:
         group: The replicas that take part; None for all. Used inside a step only.
@@ -45,7 +42,7 @@ def barrier(*, group: ReplicaGroup | None = None) -> None:
 
 
 def broadcast_object(value: Any, root: int = 0) -> Any:
-    """Gives every process the Python object of one. Call it outside a step, after a strategy was made.
+    """Sends a Python object of one process to all. Call it outside a step, after a strategy was made.
 
     Args:
         value: A picklable object. Only that of the root is sent.
@@ -68,7 +65,7 @@ def broadcast_object(value: Any, root: int = 0) -> Any:
 
 
 def all_gather_object(value: Any) -> list[Any]:
-    """Gives every process the Python objects of all. Call it outside a step, after a strategy was made.
+    """Gathers the Python objects of all processes on each. Call it outside a step, after a strategy was made.
 
     Args:
         value: A picklable object.
@@ -100,7 +97,7 @@ def check_no_step(kind: str) -> None:
 def is_chief() -> bool:
     """Returns whether this process is the chief, which writes files: rank 0, or a single process.
 
-    It can be called anywhere, also before a strategy is made.
+    It can be called anywhere, even before a strategy is made.
 
     Returns:
         True on the chief.

@@ -37,7 +37,7 @@ def replica_id() -> Any:
 
 
 def num_replicas(group: ReplicaGroup | None = None) -> int:
-    """Returns how many replicas run this step together; 1 outside a step.
+    """Returns the number of replicas that run this step together; 1 outside a step.
 
     Args:
         group: A group whose members to count; None for all replicas.
@@ -69,7 +69,7 @@ def from_real(real: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
 
 
 def product(flow: Flow, tensor: tf.Tensor) -> tf.Tensor:
-    """Multiplies complex tensors over the replicas. Their product is not the pair of the products of their parts."""
+    """Multiplies complex tensors over the replicas. Their product is not the product of their parts."""
     return tf.reduce_prod(gather_along(flow, tensor[tf.newaxis], 0), 0)
 
 
@@ -83,7 +83,7 @@ def gather_along(flow: Flow, tensor: tf.Tensor, axis: int) -> tf.Tensor:
 
 
 def broadcast_strings(flow: Flow, tensor: tf.Tensor, root: int) -> tf.Tensor:
-    """Sends strings as bytes. Only the root knows how many, so that all gather, and the others send none."""
+    """Sends strings as bytes. Only the root knows their number, so all replicas gather, and the others send none."""
     is_root = tf.equal(flow.communicator.rank, root)
     lengths = flow.broadcast([tf.strings.length(tensor)], root)[0]
     sent = to_bytes(tf.where(is_root, tensor, tf.constant("")))
@@ -207,7 +207,7 @@ def check_structures(call: Call, tensors: Sequence[tf.Tensor], replicas: Sequenc
 
 
 def has_names(call: Call) -> bool:
-    """Returns whether the nest has dict keys or tuple fields, which could differ where the tensors match."""
+    """Returns whether the nest has dict keys or tuple fields, which may differ even if the tensors match."""
     return any(sign in _skeleton(call.structure) for sign in "{=")
 
 
@@ -286,7 +286,7 @@ def launch(
     check: Callable[[tf.Tensor], None] = lambda tensor: None,
     **options: Any,
 ) -> Nest:
-    """Runs one collective; all of them pass through here.
+    """Runs one collective. All collectives pass through here.
 
     Args:
         kind: The name of the collective.

@@ -1,7 +1,7 @@
 """Collectives that gradients flow through.
 
 The equivalent computation on one device minimizes the sum of the replicas' losses. In a step that weighs by examples it minimizes
-their mean, weighed by their shares; see `Share.through`.
+their mean, weighted by their shares; see `Share.through`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Flow:
         return [t * c / n for t, c, n in zip(totals, chosen, counts, strict=True)]
 
     def _product_gradient(self, xs: Tensors, totals: Tensors) -> list[tf.Tensor]:
-        """Multiplies the gradient with the product of the other replicas' tensors."""
+        """Multiplies the gradient by the product of the other replicas' tensors."""
         rank, size = self.communicator.rank, self.communicator.size
         result = []
         for x, total in zip(xs, totals, strict=True):
@@ -111,7 +111,7 @@ class Flow:
         ]
 
     def reduce_scatter(self, tensor: tf.Tensor, op: str) -> tf.Tensor:
-        """Reduces a tensor over the replicas, and leaves each replica one part of the rows."""
+        """Reduces a tensor over the replicas, and gives each replica one part of the rows."""
         communicator = self.communicator
         if op == "mean":
             if not tensor.dtype.is_floating:
@@ -134,7 +134,7 @@ class Flow:
         return _differentiable(forward)(tensor) if tensor.dtype.is_floating else communicator.reduce_scatter(tensor, op)
 
     def all_to_all(self, tensor: tf.Tensor, splits: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Sends `splits[r]` rows to replica r. Returns the received rows, and how many came from each replica."""
+        """Sends `splits[r]` rows to replica r. Returns the received rows, and the number of rows from each replica."""
         communicator = self.communicator
 
         def forward(x: tf.Tensor) -> Any:
@@ -153,9 +153,9 @@ class Flow:
 
 
 def _differentiable(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Does what `tf.custom_gradient` does. The gradient of a result whose rows are looked up arrives dense, not as slices.
+    """Does the same as `tf.custom_gradient`, but converts gradients that are slices, because rows were looked up, to dense ones.
 
-    No tape sees what `forward` does: one that is persistent, or inside another, would ask TensorFlow's collectives for gradients.
+    `forward` is not recorded: a tape that is persistent, or inside another, would ask TensorFlow's collectives for gradients.
     """
 
     def with_dense_gradients(*xs: tf.Tensor) -> Any:

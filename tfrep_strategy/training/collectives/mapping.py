@@ -1,7 +1,4 @@
-"""Maps a function over items that are spread over the replicas: `map_gather` and `map_reduce`.
-
-Computes items that are spread over the replicas, for `map_gather` and `map_reduce`.
-"""
+"""`map_gather` and `map_reduce`, which map a function over items that are spread over the replicas."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ class Spread:
         fn: Takes an item and returns a nest of tensors.
         items: All items.
         rank: The id of this replica, or its position in a group.
-        size: How many replicas share the work.
+        size: Number of replicas that share the work.
 
     Raises:
         ConfigurationError: `fn` returns nests of different structures or dtypes.
@@ -42,7 +39,7 @@ class Spread:
         self._fn, self._items = fn if tf.executing_eagerly() else converted_by_autograph(fn), items
         self._owners = [i % size for i in range(len(items))]
         self._rank, self._size = rank, size
-        # A replica needs the shapes of the other replicas' results. Tracing tells them without running anything.
+        # A replica needs the shapes of the other replicas' results. Tracing finds them without running anything.
         self.specs = [tf.function(lambda item=item: self._tensors(item)).get_concrete_function().structured_outputs
                       for item in items]  # fmt: skip
         first = tf.nest.map_structure(lambda s: s.dtype, self.specs[0])
@@ -65,7 +62,7 @@ class Spread:
         return [self._tensors(item) for item, owner in zip(self._items, self._owners, strict=True) if owner == self._rank]
 
     def _nothing_of_first(self) -> list[tf.Tensor]:
-        """Returns no rows of the first item's results, so that gradients flow on a replica without items too."""
+        """Returns no rows of the first item's results, so that gradients flow even on a replica without items."""
         return [tensor[tf.newaxis][:0] for tensor in tf.nest.flatten(self._tensors(self._items[0]))]
 
     def gather(self, all_gather: Callable[[Nest], Nest]) -> list[Nest]:
@@ -106,7 +103,7 @@ class Spread:
         return tf.nest.map_structure(lambda t, spec: tf.cast(mean_of_sum(t, len(self._items)), spec.dtype), total, self.specs[0])
 
     def has_static_shapes(self) -> bool:
-        """Returns whether all results have one shape that is known before they are computed."""
+        """Returns whether all results have the same shape, and it is known before they are computed."""
         return all(
             s.shape.is_fully_defined() and s.shape == first.shape
             for spec in self.specs
@@ -133,7 +130,7 @@ class Spread:
 
 
 def _wide(tensor: tf.Tensor) -> tf.Tensor:
-    """Casts integers of few bits, whose sum may be beyond their limits where their mean is not."""
+    """Casts integers of few bits, because their sum may overflow where their mean does not."""
     return tf.cast(tensor, tf.int64) if tensor.dtype.is_integer and tensor.dtype.size < tf.int64.size else tensor
 
 
@@ -152,7 +149,7 @@ def reduce_nests(nests: Sequence[Nest], op: str) -> Nest:
 
 
 def map_gather(fn: Callable[[Any], Nest], items: Any, *, group: ReplicaGroup | None = None) -> list[Nest]:
-    """Spreads items over the replicas, and gives every replica all results.
+    """Spreads items over the replicas, and returns all results on every replica.
 
     Args:
         fn: Takes an item and returns a nest of tensors. Structure and dtypes are the same for every item; shapes may
@@ -182,7 +179,7 @@ def map_gather(fn: Callable[[Any], Nest], items: Any, *, group: ReplicaGroup | N
 
 
 def map_reduce(fn: Callable[[Any], Nest], items: Any, op: str = "sum", *, group: ReplicaGroup | None = None) -> Nest:
-    """Spreads items over the replicas, and gives every replica the reduction of all results.
+    """Spreads items over the replicas, and returns the reduction of all results on every replica.
 
     Args:
         fn: Takes an item and returns a nest of tensors. Structure, dtypes and shapes are the same for every item. It calls

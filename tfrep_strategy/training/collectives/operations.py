@@ -1,4 +1,4 @@
-"""Collectives between replicas: those that reduce tensors, and those that move values without changing them."""
+"""Collectives between replicas that reduce tensors, or move values unchanged."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tfrep_strategy.training.collectives.flow import Flow
 
 
 def all_gather(nest: Nest, axis: int = 0, stack: bool = False, *, group: ReplicaGroup | None = None) -> Nest:
-    """Gives every replica the tensors of all, joined in replica order.
+    """Gathers the tensors of all replicas on each, joined in replica order.
 
     Args:
         nest: A nest of tensors of any dtype, string included. Their sizes along `axis` may differ between replicas.
@@ -64,11 +64,11 @@ def all_gather(nest: Nest, axis: int = 0, stack: bool = False, *, group: Replica
 
 
 def broadcast(nest: Nest, root: int = 0, *, group: ReplicaGroup | None = None) -> Nest:
-    """Gives every replica the tensors of one.
+    """Sends the tensors of one replica to all.
 
     Args:
         nest: A nest of tensors of any dtype, string included; the same shapes on all replicas.
-        root: Id of the replica that sends. With a group, too, it is the id in the strategy.
+        root: Id of the replica that sends; also with a group, the id in the strategy.
         group: The replicas that take part; None for all.
 
     Returns:
@@ -97,11 +97,11 @@ def all_to_all(nest: Nest, splits: Any = None, *, group: ReplicaGroup | None = N
 
     Args:
         nest: A nest of tensors of shape `[rows, ...]` of any dtype, string included.
-        splits: How many rows go to each replica: int32 of shape `[num_replicas]`, with sum `rows`. Default: equal parts.
+        splits: Number of rows for each replica: int32 of shape `[num_replicas]`, with sum `rows`. Default: equal parts.
         group: The replicas that take part; None for all.
 
     Returns:
-        A nest of the received rows, in replica order. With `splits`, a pair of this nest and the number of rows that came
+        A nest of the received rows, in replica order. With `splits`, a pair of this nest and the number of rows
         from each replica (int32 of shape `[num_replicas]`).
 
     Raises:
@@ -170,7 +170,7 @@ def _to_splits(splits: Any, size: int, tensor: tf.Tensor) -> tf.Tensor:
                 splits=known.tolist(),
             )
         )
-    # Compared before anything is sent, so that replicas can go on if all are refused.
+    # Compared before anything is sent, so that replicas can continue if all are refused.
     what = "all_to_all: the splits are not all rows; let them add up to the number of rows."
     checks = [tf.debugging.assert_equal(tf.reduce_sum(own), tf.shape(tensor)[0], what), tf.debugging.assert_non_negative(own, what)]
     with tf.control_dependencies([] if tf.executing_eagerly() else checks):
@@ -254,7 +254,7 @@ def all_mean(nest: Nest, *, group: ReplicaGroup | None = None) -> Nest:
 
 
 def reduce_scatter(nest: Nest, op: str = "sum", *, group: ReplicaGroup | None = None) -> Nest:
-    """Reduces each tensor over the replicas, and leaves replica r the r-th part of its rows.
+    """Reduces each tensor over the replicas, and gives replica r the r-th part of its rows.
 
     Args:
         nest: A nest of tensors of shape `[rows, ...]`, the same on all replicas.
