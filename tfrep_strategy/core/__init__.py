@@ -1,1 +1,1 @@
-"""What all rooms need: private names of TensorFlow, a step, settings of a block of code and from outside, replaced attributes."""
+"""Common parts of all rooms: private names of TensorFlow, a step, scoped settings, settings from outside, replaced attributes."""

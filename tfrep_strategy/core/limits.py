@@ -1,4 +1,4 @@
-"""Settings from outside: waiting times, backups, trust, how hosts are reached, checks of calls, Keras's backend."""
+"""Settings from outside: time limits, backups, trusted networks, ssh, checks of calls, Keras's backend."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tfrep_strategy.errors import ConfigurationError, message
 
 
 def timeout_seconds() -> float:
-    """Returns how many seconds a collective may wait for ranks that have not called it.
+    """Returns the seconds that a collective may wait for ranks that have not called it.
 
     `TFREP_TIMEOUT` sets it, in seconds; the default is 600. A rank may keep the others waiting for that long, for example
     while the chief writes a large file. A rank that has ended is noticed at once, without this limit.
@@ -33,7 +33,7 @@ def timeout_seconds() -> float:
 
 
 def longest_silence() -> float:
-    """Returns how many seconds a rank may give no sign of life, for example in native code that holds Python's lock.
+    """Returns the seconds that a rank may give no sign of life, for example in native code that holds Python's lock.
 
     `TFREP_SILENCE_TIMEOUT` sets it, in seconds; the default is 1800.
 
@@ -51,9 +51,9 @@ def longest_silence() -> float:
 
 
 def machine_silence() -> float:
-    """Returns how many seconds the launcher of another machine may say nothing before the machine counts as lost.
+    """Returns the seconds without a message from the launcher of another machine after which that machine counts as lost.
 
-    These are 15, or `TFREP_TIMEOUT` if that is less, but 5 at least.
+    It is 15, or `TFREP_TIMEOUT` if that is smaller, but at least 5.
 
     Returns:
         The seconds; `math.inf` if `TFREP_TIMEOUT` is 0.
@@ -70,7 +70,7 @@ def machine_silence() -> float:
 
 
 def meeting_seconds() -> float:
-    """Returns how many seconds ranks wait for each other at the rendezvous.
+    """Returns the seconds that ranks wait for each other at the rendezvous.
 
     `TFREP_RENDEZVOUS_TIMEOUT` sets it, in seconds; the default is 300. A cluster may start its machines minutes apart.
 
@@ -85,7 +85,7 @@ def meeting_seconds() -> float:
 
 
 def backup_dir() -> str:
-    """Returns the folder for backups of each `fit`, which `tfrep run` sets by `TFREP_BACKUP_DIR`; empty where none is wanted.
+    """Returns the folder for backups of each `fit`, which `tfrep run` sets by `TFREP_BACKUP_DIR`; empty for no backups.
 
     Example:
         >>> backup_dir()
@@ -95,9 +95,9 @@ def backup_dir() -> str:
 
 
 def progress_dir() -> str:
-    """Returns the folder in which rank 0 notes its steps, which `tfrep run` sets by `TFREP_PROGRESS_DIR`.
+    """Returns the folder in which rank 0 records its steps, which `tfrep run` sets by `TFREP_PROGRESS_DIR`.
 
-    By default it is that for backups.
+    Default: the folder for backups.
 
     Example:
         >>> progress_dir() == backup_dir()
@@ -107,9 +107,9 @@ def progress_dir() -> str:
 
 
 def backup_seconds() -> float | None:
-    """Returns how many seconds lie between two backups of a run.
+    """Returns the seconds between two backups of a run.
 
-    `TFREP_BACKUP_SECONDS` sets it, in seconds. By default there are as many backups as take a fiftieth of the time.
+    `TFREP_BACKUP_SECONDS` sets it, in seconds. By default backups take a fiftieth of the time.
 
     Returns:
         The seconds, 0 for a backup after each step; None for the default.
@@ -125,12 +125,12 @@ def backup_seconds() -> float | None:
 
 
 def grace_seconds(*, for_a_backup: bool) -> float:
-    """Returns how many seconds a rank may take to end after its launcher was asked to end the run; then it is killed.
+    """Returns the seconds that a rank may take to end after its launcher was asked to end the run; then it is killed.
 
-    `TFREP_GRACE` sets it, in seconds. The default is 3, and 25 where ranks write a backup first: schedulers wait for 30.
+    `TFREP_GRACE` sets it, in seconds. The default is 3, or 25 if ranks write a backup first: schedulers wait for 30.
 
     Args:
-        for_a_backup: Whether ranks may write one.
+        for_a_backup: Whether ranks may write a backup.
 
     Raises:
         ConfigurationError: `TFREP_GRACE` is not a positive number, of 30 days at most.
@@ -145,10 +145,10 @@ def grace_seconds(*, for_a_backup: bool) -> float:
 def trusted_networks() -> tuple[Network, ...]:
     """Returns the networks whose machines may connect to the servers of a run on several machines, beside the run's own.
 
-    `TFREP_TRUSTED_NETWORKS` lists them, for machines that others see under another address than the run knows.
+    `TFREP_TRUSTED_NETWORKS` lists them, for machines whose address differs from the one in the run.
 
     Raises:
-        ConfigurationError: `TFREP_TRUSTED_NETWORKS` is no list of networks.
+        ConfigurationError: `TFREP_TRUSTED_NETWORKS` is not a list of networks.
 
     Example:
         >>> os.environ["TFREP_TRUSTED_NETWORKS"] = "10.0.0.0/8,fd00::/8"
@@ -159,12 +159,12 @@ def trusted_networks() -> tuple[Network, ...]:
 
 
 def ssh_command() -> tuple[str, ...]:
-    """Returns the command by which other hosts are reached.
+    """Returns the command that reaches other hosts.
 
     `TFREP_SSH` sets it, with options: `ssh -F my_config`. The default is `ssh`, which reads the user's own configuration.
 
     Raises:
-        ConfigurationError: `TFREP_SSH` is no command line.
+        ConfigurationError: `TFREP_SSH` is not a command line.
 
     Example:
         >>> os.environ["TFREP_SSH"] = "ssh -F 'my config'"
@@ -185,12 +185,12 @@ def is_debugging() -> bool:
 
 
 class Verification(NamedTuple):
-    """What `tfrep verify` asks of a process.
+    """The settings of `tfrep verify` for a process.
 
     Attributes:
-        folder: Where it notes what is compared.
-        steps: How many steps of each function are compared.
-        shortens: Whether each epoch ends after as many.
+        folder: The folder for values to compare.
+        steps: Number of steps of each function to compare.
+        shortens: Whether each epoch ends after these steps.
         nudge: Whether weights are changed in their last bit for these steps.
     """
 
@@ -201,7 +201,7 @@ class Verification(NamedTuple):
 
 
 def verification() -> Verification | None:
-    """Returns what `tfrep verify` asks of this process; None if it asks nothing.
+    """Returns the settings of `tfrep verify` for this process; None without it.
 
     It sets `TFREP_VERIFY_DIR`, `TFREP_VERIFY_STEPS`, `TFREP_VERIFY_FULL` and `TFREP_VERIFY_NUDGE`.
 
@@ -218,7 +218,7 @@ def verification() -> Verification | None:
 
 
 def check_keras_backend() -> None:
-    """Refuses another backend of Keras than TensorFlow, as its variable or its file names it, without loading Keras.
+    """Refuses a backend of Keras other than TensorFlow, in its variable or its file, without loading Keras.
 
     Raises:
         ConfigurationError: Keras would be loaded with another backend.
@@ -236,7 +236,7 @@ def check_keras_backend() -> None:
     else:
         file = Path(os.environ.get("KERAS_HOME") or Path.home() / ".keras") / "keras.json"
         backend = "tensorflow"
-        with contextlib.suppress(OSError, RuntimeError, ValueError, AttributeError):  # Keras does not read such a file either.
+        with contextlib.suppress(OSError, RuntimeError, ValueError, AttributeError):  # Keras ignores such a file as well.
             backend = json.loads(file.read_text("utf-8")).get("backend", backend)
         received = {"file": str(file), "backend": backend}
     if backend != "tensorflow":

@@ -1,7 +1,7 @@
-"""Twenty names of older years and of other packages: an error shows the line to write today.
+"""Twenty names of older years and of other packages. An error shows the line to write today.
 
 Articles on TF-Replicator, Horovod and the first versions of `tf.distribute` use them. docs/migration/old_spellings.md lists them,
-and others, which fail without a word of this package.
+and others, which fail without a message of this package.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ MOVED_MODULES = {
     "estimator": "contrib.estimator",
     "replicator": "training.replicator",
 }
-"""Modules that programs import by the names that they had in 0.2, and where they are."""
+"""Modules that programs import by their names in 0.2, and their present places."""
 
 LOST_MODULES = {"examples": "what the notebooks need is in notebooks/helpers.py and notebooks/pictures.py."}
-"""Modules of 0.2 that are gone."""
+"""Removed modules of 0.2."""
 
 OF_STRATEGIES = {
     "experimental_run_v2": "write strategy.run(fn, args=(...)), in a tf.function.",
@@ -61,7 +61,7 @@ OF_REPLICATORS = {
 
 
 class ShowsNewNames:
-    """Base of classes that say, if they are asked for an attribute of older years, what to write today.
+    """Base of classes that show, for an attribute of older years, the line to write today.
 
     Example:
         >>> class Model(ShowsNewNames):
@@ -80,6 +80,6 @@ class ShowsNewNames:
         def __getattr__(self, name: str) -> Any:
             line = type(self)._old_names.get(name)
             if line is None:
-                return object.__getattribute__(self, name)  # Raises what Python raises, or what a property has raised.
+                return object.__getattribute__(self, name)  # Raises Python's error, or the error of a property.
             owner = f"{type(self).__name__!r} object"
             raise AttributeError(message(f"{owner} has no attribute {name!r}.", hint=line), name=name, obj=self)

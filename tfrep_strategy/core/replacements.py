@@ -1,4 +1,4 @@
-"""What this package needs of TensorFlow and Keras that is private: tested releases, names, and attributes that it replaces."""
+"""Private parts of TensorFlow and Keras: tested releases, names that are used, and attributes that are replaced."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tfrep_strategy.errors import UnsupportedVersionError, message, warn
 
 @dataclass(frozen=True)
 class Tested:
-    """A distribution, and its releases that are tested. `pyproject.toml` has the same bounds.
+    """A distribution, and its tested releases. `pyproject.toml` has the same bounds.
 
     Attributes:
         name: Its name, as its users write it.
-        oldest: The oldest release that is taken, such as "3.12".
-        newest: The newest minor release that is tested.
+        oldest: The oldest supported release, such as "3.12".
+        newest: The newest tested minor release.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Tested:
 
     @property
     def requirement(self) -> str:
-        """The releases that pip is told to install.
+        """The requirement for pip.
 
         Example:
             >>> Tested("Keras", "3.12", "3.15").requirement
@@ -41,11 +41,11 @@ class Tested:
 
     @property
     def hint(self) -> str:
-        """What to do about a release that does not fit."""
+        """The command that installs a release that fits."""
         return f"pip install '{self.requirement}'"
 
     def is_newer(self, installed: str) -> bool:
-        """Returns whether a release, or the nightly before it, is newer than those that are tested.
+        """Returns whether a release, or the nightly before it, is newer than the tested ones.
 
         Example:
             >>> keras = Tested("Keras", "3.12", "3.15")
@@ -58,21 +58,21 @@ class Tested:
         """Refuses a release that is too old.
 
         Raises:
-            UnsupportedVersionError: It is.
+            UnsupportedVersionError: The release is too old.
         """
         if Version(installed) < Version(self.oldest):
             what = f"tfrep_strategy needs {self.name} {self.oldest} or newer."
             raise UnsupportedVersionError(message(what, self.hint, installed=installed))
 
     def refuse_misfits(self, installed: str, misfits: Sequence[str]) -> None:
-        """Refuses a release that has changed what the package needs, with one error for all of it.
+        """Refuses a release that has changed names that the package needs, with one error for all of them.
 
         Args:
             installed: The release.
-            misfits: What it has changed, a sentence each.
+            misfits: Its changes, a sentence each.
 
         Raises:
-            UnsupportedVersionError: There are some.
+            UnsupportedVersionError: There are changes.
 
         Example:
             >>> Tested("Keras", "3.12", "3.15").refuse_misfits("3.16.0", ["`losses.Loss` is gone."])
@@ -88,22 +88,22 @@ class Tested:
             raise UnsupportedVersionError(message("\n".join([what, *misfits]), self.hint))
 
     def warn_of_newer(self, installed: str) -> None:
-        """Warns of a release that is newer than those that are tested. All that is replaced or imported there fits."""
+        """Warns of a release that is newer than the tested ones, although everything that is replaced or imported fits."""
         if self.is_newer(installed):
             what = f"tfrep_strategy is not tested with {self.name} {installed}, but all that it needs is there."
             warn(message(what, self.hint, newest_tested=self.newest))
 
 
 def private(module: str, name: str = "", *, misfits: list[str]) -> Any:
-    """Returns a private module, or something from it.
+    """Returns a private module, or a name in it.
 
     Args:
         module: The module.
-        name: What is wanted from it, such as "Class.method"; empty for the module itself.
-        misfits: Gets a sentence if it is gone, so that one error can tell all that is.
+        name: The name, such as "Class.method"; empty for the module itself.
+        misfits: A sentence is added if it is gone, so that one error can list all.
 
     Returns:
-        What was found; None if it is gone.
+        The module or object; None if it is gone.
 
     Example:
         >>> misfits = []
@@ -127,14 +127,14 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class Row:
-    """What a person reads about a replacement.
+    """A row of the table of replacements.
 
     Attributes:
-        topic: What part of the package it belongs to.
+        topic: The part of the package.
         target: The attribute.
-        expects: The signature that it has to have; empty for what is no function, or is added.
-        why: Why it has to be replaced.
-        otherwise: Why neither a subclass nor a public hook does it.
+        expects: Its expected signature; empty if it is not a function, or is added.
+        why: The reason for the replacement.
+        otherwise: The reason why neither a subclass nor a public hook suffices.
     """
 
     topic: str
@@ -146,14 +146,14 @@ class Row:
 
 @dataclass
 class Replacement:
-    """One attribute, and what makes the one that stands in its place.
+    """One attribute, and its replacement.
 
     Attributes:
         owner: The module or class that defines it, or a dictionary that holds it.
         name: Its name there, or its key.
-        expects: Its signature, without annotations; one for each release where they differ. Empty for what is no function.
-        makes: Gets what is there, and returns what is to be there.
-        why: Why it has to be replaced.
+        expects: Its signature, without annotations; one for each release if they differ. Empty if it is not a function.
+        makes: Takes the attribute, and returns its replacement.
+        why: The reason for the replacement.
         also: Further owners, which have imported it by name.
     """
 
@@ -167,7 +167,7 @@ class Replacement:
 
     @property
     def target(self) -> str:
-        """What is replaced, as a person reads it."""
+        """The readable name of the attribute."""
         if isinstance(self.owner, dict):
             return f"{self.name.__module__}:{self.name.__qualname__} (a loop over it)"
         module = getattr(self.owner, "__module__", None)
@@ -175,7 +175,7 @@ class Replacement:
         return f"{place}{self.name}"
 
     def misfit(self) -> str:
-        """Says how what is there differs from what is expected; empty if it does not."""
+        """Describes how the attribute differs from the expected one; empty if it fits."""
         found = self._found(self.owner)
         if found is _MISSING:
             return f"`{self.target}` is gone."
@@ -186,13 +186,13 @@ class Replacement:
         return "" if signature in expected else f"`{self.target}` is {signature}, not {' or '.join(expected)}."
 
     def install(self) -> None:
-        """Replaces the attribute, if that is not done yet."""
+        """Replaces the attribute, unless that is done already."""
         if self._before is _MISSING:
             self._before = self._found(self.owner)
             self._put(self.makes(self._before))
 
     def uninstall(self) -> None:
-        """Puts back what was there."""
+        """Restores the original attribute."""
         if self._before is not _MISSING:
             self._put(self._before)
             self._before = _MISSING
@@ -210,12 +210,12 @@ class Replacement:
 
 @dataclass(frozen=True)
 class Replacements:
-    """A table of what is replaced in another package.
+    """The table of replacements in another package.
 
     Attributes:
-        of: The releases of it that are tested.
+        of: The package's tested releases.
         topic: A title.
-        otherwise: Why neither a subclass nor a public hook does it.
+        otherwise: The reason why neither a subclass nor a public hook suffices.
         entries: The table.
     """
 
@@ -225,13 +225,13 @@ class Replacements:
     entries: Sequence[Replacement]
 
     def install(self, installed: str) -> None:
-        """Checks every entry, and then makes them all; none where one does not fit.
+        """Checks every entry, and then installs all; none if one does not fit.
 
         Args:
             installed: The release that is installed.
 
         Raises:
-            UnsupportedVersionError: Some do not fit. It names each of them.
+            UnsupportedVersionError: Entries do not fit. The message names each of them.
         """
         fresh = [each for each in self.entries if each._before is _MISSING]
         self.of.refuse_misfits(installed, [misfit for each in fresh if (misfit := each.misfit())])
@@ -239,7 +239,7 @@ class Replacements:
             each.install()
 
     def uninstall(self) -> None:
-        """Makes the other package what it was."""
+        """Restores the other package."""
         for each in reversed(self.entries):
             each.uninstall()
 

@@ -1,4 +1,4 @@
-"""Settings that hold for a block of code: what a caller further up wants of the code that it calls."""
+"""Settings that hold for a block of code, by which a caller controls code further down."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Setting(Generic[T]):
 
     Args:
         default: The value outside blocks, and on threads that are started in one.
-        of_all_threads: Whether every thread sees the value. TensorFlow traces the replicas of a worker on threads of its own, while
-            the one that has asked waits.
+        of_all_threads: Whether every thread sees the value. TensorFlow traces the replicas of a worker on other threads, while
+            the calling thread waits.
 
     Example:
         >>> verbose = Setting(False)
@@ -34,12 +34,12 @@ class Setting(Generic[T]):
 
     @property
     def value(self) -> T:
-        """What holds now."""
+        """The current value."""
         return getattr(self._holder, "value", self._default)
 
     @contextlib.contextmanager
     def to(self, value: T) -> Iterator[T]:
-        """Makes a value hold in the block."""
+        """Sets the value in the block."""
         before, self._holder.value = self.value, value
         try:
             yield value
@@ -48,14 +48,14 @@ class Setting(Generic[T]):
 
 
 assigns_as_is = Setting(False)
-"""Whether what assigns to variables now, such as an optimizer, does it as each replica is to do it."""
+"""Whether code that assigns to variables now, such as an optimizer, assigns what each replica shall assign."""
 
 before_changes: Setting[dict[int, tuple[Any, Any]] | None] = Setting(None)
-"""By the id of a variable that a callback of this process alone has assigned to: the variable, and its value before."""
+"""Variables that a callback of this process alone has assigned to, with their values before, by the ids of the variables."""
 
 
 def note_change(variable: Any) -> None:
-    """Notes what a variable is before it is assigned to, if a callback that not all processes have does that."""
+    """Records the value of a variable before an assignment, if a callback that not all processes have is running."""
     noted = before_changes.value
     if noted is not None and tf.executing_eagerly():
         noted.setdefault(id(variable), (variable, variable.numpy()))

@@ -1,15 +1,14 @@
-"""What Keras code asks of a strategy, and what a replica knows while Keras drives it, such as its share of the batch.
+"""The interface of a strategy for Keras code, and a replica's share of the batch while Keras drives it.
 
-`keras_integration` knows strategies through this module alone, so that strategies import it and not the other way round.
+`keras_integration` knows strategies only through this module, so strategies import it and not the other way round.
 
-The rule by which the values of the replicas make up the value of one device.
-One device computes the mean over the `n` examples of a batch. Replica r has `n_r` of them, and computes the mean over these. Its
-*share* is `share_r = n_r / n`, and
+The rule for combining the values of the replicas: One device computes the mean over the `n` examples of a batch. Replica r has
+`n_r` of them, and computes the mean over these. Its *share* is `share_r = n_r / n`, and
 
     value of one device = sum over replicas of share_r * value of replica r
 
 This holds however the batch is cut. A replica without examples has a share of 0 and adds nothing, even if its own mean is 0/0.
-The rule holds for all that is linear in means over examples: losses, gradients and logs.
+The rule holds for everything that is linear in means over examples: losses, gradients and logs.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Gradient = Any  # tf.Tensor, tf.IndexedSlices or None
 
 
 class Share:
-    """The part of a batch's examples that a replica has, with the forms that the rule takes.
+    """A replica's part of a batch's examples, and the forms of the rule.
 
     Make it with `of_batch` or `equal`.
 
@@ -46,7 +45,7 @@ class Share:
 
     @classmethod
     def of_batch(cls, num_examples: tf.Tensor, total: tf.Tensor) -> Share:
-        """Makes the share of a replica. What is known while a step is traced costs no operations in it.
+        """Makes the share of a replica. Values that are known at trace time cost no operations.
 
         Args:
             num_examples: int64 scalar, the examples of this replica.
@@ -59,7 +58,7 @@ class Share:
 
     @classmethod
     def equal(cls, num_replicas: int) -> Share:
-        """Makes the share of replicas that have as many examples each, such as the whole batch."""
+        """Makes the share of replicas that have equally many examples, such as the whole batch."""
         return cls(tf.constant(1 / num_replicas))
 
     # The rule.
@@ -80,10 +79,10 @@ class Share:
         return _rounded_once(tf.math.multiply_no_nan, value, self.value)
 
     def as_weight(self, dtype: Any) -> tf.Tensor:
-        """Returns the share as the weight of a value in a weighted mean, as metrics compute it."""
+        """Returns the share as a weight in a weighted mean, as in metrics."""
         return tf.cast(self.value, dtype)
 
-    # What follows from it where a value is weighed later.
+    # Consequences for values that are weighed later.
 
     def unweigh(self, value: Gradient) -> Gradient:
         """Divides a part of a global sum by the share, so that weighing it leaves the part. The quotient by 0 is 0."""
@@ -94,20 +93,20 @@ class Share:
     def through(self, send: Callable[[list[tf.Tensor]], list[tf.Tensor]], gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sends gradients back through a collective, in a step that weighs its gradients after backward.
 
-        A gradient that flows back through a collective comes from the loss of another replica. It has the share of the replica
-        that it comes from, and will be multiplied by that of the replica where it arrives.
+        A gradient that flows back through a collective comes from the loss of another replica. It has the share of that
+        replica, and will be multiplied by the share of this one.
 
         Args:
-            send: The collective's gradient, which brings the tensors of this replica to others, and theirs here.
+            send: The collective's gradient, which sends the tensors of this replica to others, and theirs here.
             gradients: The gradients of this replica's results of the collective.
 
         Returns:
-            The gradients of what this replica gave to the collective.
+            The gradients of this replica's arguments of the collective.
         """
         arrived = send([self.weigh(gradient) for gradient in gradients])
         return [self.unweigh(gradient) for gradient in arrived]
 
-    # Where there are no examples.
+    # No examples.
 
     def silenced(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Returns values, or zeros for a replica without examples, whose means over nothing are NaN."""
@@ -120,7 +119,7 @@ class Share:
 def _rounded_once(operation: Callable[..., tf.Tensor], tensor: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
     """Computes 16-bit floats in float32, since a share of 1/3 has an error of 0.2 percent in bfloat16.
 
-    Moreover, TensorFlow has no `multiply_no_nan` of bfloat16 on GPUs, and would copy the tensor to the CPU.
+    TensorFlow also lacks `multiply_no_nan` of bfloat16 on GPUs, and would copy the tensor to the CPU.
     """
     if tensor.dtype in (tf.float16, tf.bfloat16):
         return tf.cast(operation(tf.cast(tensor, tf.float32), weight), tensor.dtype)
@@ -132,8 +131,8 @@ class Shards(NamedTuple):
 
     Attributes:
         parts: One batch (any nest of tensors) for each replica of this process, in replica order.
-        total: int64 scalar, how many examples the global batch has over all replicas.
-        alike: bool scalar, whether all tensors of the global batch that are no scalars have one number of rows.
+        total: int64 scalar, the number of examples of the global batch over all replicas.
+        alike: bool scalar, whether all tensors of the global batch, except scalars, have the same number of rows.
     """
 
     parts: tuple[Any, ...]
@@ -142,14 +141,14 @@ class Shards(NamedTuple):
 
 
 class KnownRows(NamedTuple):
-    """What is known of the rows of global batches before one is read. All processes have to know the same.
+    """What is known about the rows of global batches before one is read. All processes must know the same.
 
     Attributes:
-        alike: Whether all tensors of a batch have one number of rows; None if its `Shards` tell.
-        total: How many rows each batch has; None if batches differ, or nobody knows.
-        are_even: Whether each replica has the part of a batch that `batches.bounds` tells, so that all know where it begins.
-        are_apart: Whether replicas read batches of their own whose tensors may have other numbers of rows, so that nothing of them
-            belongs together: there is no global batch.
+        alike: Whether all tensors of a batch have the same number of rows; None if its `Shards` tell.
+        total: The number of rows of each batch; None if batches differ, or it is unknown.
+        are_even: Whether each replica has the part of a batch given by `batches.bounds`, so that all know where it begins.
+        are_apart: Whether replicas read local batches whose tensors may have different numbers of rows, so that they do not form
+            a global batch.
     """
 
     alike: bool | None = None
@@ -159,14 +158,14 @@ class KnownRows(NamedTuple):
 
     @staticmethod
     def common(each: Iterable[KnownRows]) -> KnownRows:
-        """Returns what is known if each of these is known of some of the batches, or by one of the processes."""
+        """Returns what holds for all batches, given the knowledge about some of them, or of each process."""
         alike, totals, even, apart = map(set, zip(*each, strict=True))
         total = totals.pop() if len(totals) == 1 else None
         return KnownRows(alike.pop() if len(alike) == 1 else None, total, False not in even, True in apart)
 
 
 class Whole:
-    """What a step has returned that was run as one device's: results of the global batch, which nobody has to put together.
+    """The results of a one-device step: they are those of the global batch, and need not be combined.
 
     Args:
         results: A nest of tensors.
@@ -191,82 +190,82 @@ class KerasStrategy(Protocol):
 
 
 class KerasExtended(Protocol):
-    """The `extended` of such a strategy, which does what Keras's users need not see."""
+    """The `extended` of such a strategy, with methods that users do not need."""
 
     keras_driver: Any
-    """What Keras asks instead of doing by itself."""
+    """The driver that Keras's replaced functions call."""
 
     is_chief: bool
     """Whether this process writes files and draws progress bars."""
 
     num_local_replicas: int
-    """How many replicas this process has."""
+    """Number of replicas of this process."""
 
     collectives_in_branches: bool
-    """Whether a replica may call collectives inside `tf.cond`, which needs one program per process."""
+    """Whether a replica may call collectives inside `tf.cond`, which needs a separate program for each process."""
 
     def refuse_fork(self) -> None:
-        """Refuses a process that was forked from the one that has made the strategy."""
+        """Refuses a process that was forked after the strategy was made."""
 
     def merge_replica_state(self) -> None:
-        """Makes state that every replica keeps for itself (moving statistics) one value everywhere."""
+        """Merges state that every replica keeps for itself (moving statistics) to one value."""
 
     def take_from_first(self, model: Any) -> None:
-        """Gives all replicas what replica 0 has of the variables of a model, when a step has failed for want of data."""
+        """Copies the variables of a model from replica 0 to all, after a step has failed because data ended."""
 
     compiles_whole_steps: bool
-    """Whether XLA may compile a whole step, because no collective is in it."""
+    """Whether XLA may compile a whole step, because it has no collectives."""
 
     resumes_at: tuple[int, int]
-    """How many epochs, and batches of the one after them, the next `fit` passes over: an interrupted run has done them."""
+    """The epochs, and batches of the next epoch, that the next `fit` skips because an interrupted run has done them."""
 
     validations_done: int
-    """How many validations of the next `fit` an interrupted run has done."""
+    """The number of validations of the next `fit` that an interrupted run has done."""
 
     def shard(self, batch: Any) -> Shards:
-        """Cuts a whole global batch."""
+        """Cuts a global batch."""
 
     def sum_over_replicas(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sums over all replicas; called inside a replica."""
 
     def aggregate_gradients(self, gradients: Sequence[Any]) -> list[Any]:
-        """Makes replica gradients, which their shares have weighed, global: their sum; in a replica."""
+        """Sums gradients of replicas, weighed by their shares, to global gradients; called inside a replica."""
 
     def bucket_bytes_for(self, tensors: Sequence[Any]) -> int:
-        """Returns the size in bytes of the buckets in which gradients like these travel; in a replica."""
+        """Returns the size in bytes of the buckets for such gradients; called inside a replica."""
 
     def mean_over_processes(self, own_gradients: Sequence[Any]) -> list[Any]:
         """Averages gradients that every process computed outside replicas."""
 
     def transform_gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Applies what the user wants done to the global gradients."""
+        """Applies the user's transformers to the global gradients."""
 
     def gather_outputs(self, outputs: Any) -> Any:
-        """Concatenates what the replicas returned, in replica order, on every process."""
+        """Concatenates the outputs of the replicas, in replica order, on every process."""
 
     def kept_outputs(self, outputs: Any) -> Any:
-        """Returns those rows of a batch's outputs that this process keeps until `predict` returns."""
+        """Returns the rows of a batch's outputs that this process keeps until `predict` returns."""
 
     cut_of_new_variables: Setting[Any]
-    """Of which part each replica is to hold of the variables that are made: a `sharding.Cut`, or None."""
+    """The part of new variables that each replica holds: a `sharding.Cut`, or None."""
 
     def own_communicator(self) -> Any:
         """Returns the communicator of the calling replica."""
 
     def collect_parts(self, reads: bool = True) -> None:
-        """Lets single processes read variables of which every process holds a part."""
+        """Lets single processes read variables that are spread over the processes."""
 
     def release_parts(self) -> None:
-        """Frees what `collect_parts` has gathered."""
+        """Frees the values that `collect_parts` has gathered."""
 
     def summed_at_once(self, variables: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which reading variables that are summed over processes costs one collective for all of them."""
+        """Returns a context in which variables that are summed over processes are read with one collective for all of them."""
 
     def any_process(self, wish: bool) -> bool:
-        """Returns whether it is true on any process. Every process has to call it."""
+        """Returns whether `wish` is true on any process. Every process must call it."""
 
     def mark_state_changed(self) -> None:
-        """Says that replicas have run a step since their state was merged."""
+        """Records that replicas have run a step since their state was merged."""
 
     def synchronize_new_variables(self) -> None:
         """Gives variables made since the last call the values of rank 0."""
@@ -275,39 +274,39 @@ class KerasExtended(Protocol):
         """Returns a context in which this process may make variables that the others do not make."""
 
     first_batch: Any
-    """What compares the first batch of the data that is being read, until that is done; else None."""
+    """Compares the first batch of the data that is being read, until that is done; else None."""
 
     given_beside: dict[str, Any]
-    """What the next `begin_call` compares besides its arguments."""
+    """Values that the next `begin_call` compares besides its arguments."""
 
     notes_first_batch: bool
-    """Whether data sets that are distributed now are to be compared by their first batch."""
+    """Whether data sets that are distributed now are compared by their first batch."""
 
     def known_rows(self, batch: Any) -> KnownRows:
-        """Returns what is known of the rows of a batch. All processes find the same."""
+        """Returns what is known about the rows of a batch. All processes get the same result."""
 
     def partitioned_by(self, steps: Any, compiled: bool) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which steps are run as one device's, by what `new_partitioned_steps` has made.
+        """Returns a context in which steps run as the given partitioned steps.
 
         Args:
-            steps: That, or None.
-            compiled: Whether XLA compiles what lies between collectives.
+            steps: The result of `new_partitioned_steps`, or None.
+            compiled: Whether XLA compiles the operations between collectives.
         """
 
     def new_partitioned_steps(self, builds: bool, known: KnownRows, model: Any, phase: str) -> Any:
-        """Makes what runs the steps of a phase of a model, such as "train", as one device's; see `PartitionedSteps`."""
+        """Makes the `PartitionedSteps` for a phase of a model, such as "train"."""
 
     reads_at_most: Setting[int | None]
-    """How many steps will be read of the data sets that are distributed now; None where nobody knows."""
+    """The largest number of steps that will be read of the data sets that are distributed now; None if it is unknown."""
 
     def begin_call(self, settings: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
         """Gives the random generators of all processes rank 0's state, and refuses arguments that differ between them."""
 
     def check_same(self, given: Any) -> None:
-        """Refuses a `Fingerprint` that differs between the processes. Every process has to call it."""
+        """Refuses a `Fingerprint` that differs between the processes. Every process must call it."""
 
     def shortest_epoch(self, num_batches: int) -> int:
-        """Returns how many batches all processes have, given how many this one has; negative where nobody knows."""
+        """Returns the number of batches of all processes, given the number of this one; negative if it is unknown."""
 
     def broadcast_object(self, value: Any) -> Any:
         """Returns rank 0's picklable object on every process."""
@@ -316,33 +315,33 @@ class KerasExtended(Protocol):
         """Returns every process's picklable object, in rank order."""
 
     def first_with(self, values: Sequence[Any]) -> list[bool]:
-        """Tells of each value whether no process before this one gives it. Every process has to call it."""
+        """Returns for each value whether no process of lower rank has passed it. Every process must call it."""
 
     def broadcast_variables(self, variables: Sequence[Any]) -> None:
         """Gives these Keras variables the values of rank 0."""
 
     def barrier(self) -> None:
-        """Returns when every process has called it."""
+        """Returns once every process has called it."""
 
     def watching_peers(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which the error of a collective says which process has ended, where one has."""
+        """Returns a context in which collective errors name a process that has ended."""
 
     def count_steps(self, model: Any, count: int) -> None:
-        """Hears how many steps a model has done."""
+        """Records the number of steps that a model has done."""
 
 
 _share: Setting[Share | None] = Setting(None)
 
 
 def current_share() -> Share | None:
-    """Returns the share of all examples that this replica's thread has in a step that weighs by examples; None outside one."""
+    """Returns the share of this replica's thread in a step that weighs by examples; None outside one."""
     return _share.value
 
 
 def in_step(
     strategy: KerasStrategy, step_function: Callable[[Any], Any], num_examples: Callable[[Any], tf.Tensor]
 ) -> Callable[[Any, tf.Tensor], Any]:
-    """Wraps a step so that it knows, on each replica, which share of all examples it has."""
+    """Wraps a step so that each replica knows its share of all examples."""
 
     def replica_step(part: Any, total: tf.Tensor) -> Any:
         share = Share.of_batch(num_examples(part), total)

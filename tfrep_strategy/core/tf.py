@@ -1,6 +1,6 @@
 """Imports the private TensorFlow names that this package uses. No other module imports private names.
 
-All names are checked at import. One error tells which of them a TensorFlow release has moved.
+All names are checked at import. One error lists the names that a TensorFlow release has moved.
 """
 
 from __future__ import annotations
@@ -58,26 +58,24 @@ in_replica_update_context = _private("distribute.values_util", "in_replica_updat
 stands_for_its_copies = _private("distribute.values_util", "is_saving_non_distributed")
 value_container = _private("distribute.distribute_utils", "value_container")
 
-# The graph that holds the scopes that are open outside functions.
+# The graph with the scopes that are open outside functions.
 default_graph_stack = _private("framework.ops", "_default_graph_stack")
 
 # Whether a gradient tape of this thread records.
 tape_may_record = _private("eager.record", "could_possibly_record")
 
-# What `tf.function` makes.
+# The class of the results of `tf.function`.
 Function = _private("eager.polymorphic_function.polymorphic_function", "Function")
-
-# What a `tf.autodiff.ForwardAccumulator` of this thread has found out of tensors.
 
 # Chooses the seeds of random operations.
 random_seeds = _private("framework", "random_seed")
 _private("framework.random_seed", "get_seed")
 
-# Draws other numbers on each replica, for a `tf.random.Generator` that was made in a scope.
+# Draws different numbers on each replica, for a `tf.random.Generator` that was made in a scope.
 random_generators = _private("ops", "stateful_random_ops")
 _private("ops.stateful_random_ops", "get_replica_id")
 
-# Gradients of one's own, with fewer operations than `tf.custom_gradient` has. Tapes know of them, and nothing else does.
+# Custom gradients with fewer operations than `tf.custom_gradient`, which only tapes know.
 record_operation = _private("eager.record", "record_operation")
 stop_recording = _private("eager.record", "stop_recording")
 
@@ -92,12 +90,12 @@ _private("ops.cond_v2", "_build_cond")
 _private("ops.cond_v2", "_build_case")
 while_v2 = _private("ops", "while_v2")
 _private("ops.while_v2", "while_loop")
-LEGACY_DRAWS = _private("framework.auto_control_deps", "LEGACY_RANDOM_OPS")  # They have no order that a graph keeps.
+LEGACY_DRAWS = _private("framework.auto_control_deps", "LEGACY_RANDOM_OPS")  # A graph does not order them.
 array_operations = _private("ops", "gen_array_ops")
 _private("ops.gen_array_ops", "mirror_pad")
 _private("ops.parallel_for.control_flow_ops", "_pfor_impl")
 
-# What `tf.function` makes.
+# The tracing of `tf.function`.
 
 trace = _private("framework.func_graph", "func_graph_from_py_func")
 
@@ -127,7 +125,7 @@ xla_cpu_kernel_names = _private("util.pywrap_xla_ops", "get_cpu_kernel_names")
 xla_gpu_kernel_names = _private("util.pywrap_xla_ops", "get_gpu_kernel_names")
 set_lazy_xla = _private("client.pywrap_tf_session", "TF_SetXlaEnableLazyCompilation")  # It returns what was set.
 
-# Loops in functions: by the type of what they are over.
+# Loops in functions, by the type of their iterable.
 loops_of_autograph = _private("autograph.operators.control_flow", "for_loop_registry")
 
 # Input.
@@ -138,8 +136,8 @@ dataset_from_tensors = _private("data.util.structure", "from_tensor_list")
 dataset_to_tensors = _private("data.util.structure", "to_tensor_list")
 
 
-class dataset_kinds:  # noqa: N801 It is used as a module is.
-    """The classes of data sets, by what makes them."""
+class dataset_kinds:  # noqa: N801 It is used like a module.
+    """The classes of data sets, by the methods that make them."""
 
     Batch = _private("data.ops.batch_op", "_BatchDataset")
     Cache = _private("data.ops.cache_op", "CacheDataset")
@@ -200,7 +198,7 @@ _private("pywrap_tfe", "TF_PickUnusedPortOrDie")
 # The global seed that TensorFlow uses for an operation with its own seed if no global seed is set.
 NO_SEED = _private("framework.random_seed", "DEFAULT_GRAPH_SEED")
 
-# What the profiler writes.
+# The output of the profiler.
 XSpace = _private("profiler.protobuf.xplane_pb2", "XSpace", package="tensorflow.tsl")
 
 # Runtime.
@@ -212,7 +210,7 @@ CoordinatedJob = _private("eager.context", "coordination_config_pb2.CoordinatedJ
 
 TENSORFLOW.refuse_misfits(tf.__version__, _misfits)
 
-# The dtypes that NCCL's operation takes.
+# The dtypes of NCCL's operation.
 NCCL_DTYPES = frozenset(
     tf.as_dtype(dtype)
     for attr in operation_definition("NcclAllReduce").attr
@@ -226,7 +224,7 @@ is_traced: Callable[[], bool] = _traced if callable(_traced) else functools.part
 
 
 def runtime_has_started() -> bool:
-    """Returns whether TensorFlow has opened its devices. From then on it refuses most settings."""
+    """Returns whether TensorFlow has opened its devices. After that it refuses most settings."""
     return context()._context_handle is not None
 
 
@@ -255,7 +253,7 @@ def parts_of_dataset(dataset: tf.data.Dataset) -> Iterator[Any]:
 
 
 def caches_in_file(dataset: tf.data.Dataset) -> bool:
-    """Returns whether a data set caches what it reads in a file."""
+    """Returns whether a data set caches its elements in a file."""
     return any(tf.get_static_value(part._filename) for part in parts_of_dataset(dataset) if hasattr(part, "_filename"))
 
 
@@ -276,7 +274,7 @@ def asks_for_xla(function: Any) -> bool:
 
 
 def converted_by_autograph(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a user's function, converted by AutoGraph: conditions and loops on tensors become those of the graph."""
+    """Converts a user's function by AutoGraph: conditions and loops on tensors become operations of the graph."""
     enabled = autograph_status.ControlStatusCtx(autograph_status.Status.ENABLED)
     return autograph_convert(fn, enabled)
 
@@ -285,14 +283,14 @@ _NoneSpec = type(tf.type_spec_from_value(None))
 
 
 def is_none(spec: Any) -> bool:
-    """Returns whether a specification is that of None in a pipeline."""
+    """Returns whether a specification stands for None in a pipeline."""
     return isinstance(spec, _NoneSpec)
 
 
 def leaves_traces(dataset: tf.data.Dataset) -> bool:
-    """Returns whether an epoch of a data set may depend on how much of the one before was read.
+    """Returns whether an epoch of a data set may depend on how much of the previous one was read.
 
-    A cache keeps what the first epoch read, and a function that captures a variable may write to it.
+    A cache keeps the elements of the first epoch, and a function may write to a variable that it captures.
     """
     for part in parts_of_dataset(dataset):
         captured = (tensor for function in part._functions() for tensor in function.function.captured_inputs)
@@ -302,28 +300,28 @@ def leaves_traces(dataset: tf.data.Dataset) -> bool:
 
 
 def run_independently(operation: Any) -> None:
-    """Makes an operation of a function run even if nothing uses its results, and wait for its inputs only."""
+    """Makes an operation of a function run even if its results are unused, and wait only for its inputs."""
     manager = getattr(operation, "graph", None) and operation.graph.experimental_acd_manager
     if manager is not None:
         manager.run_independently(operation)
 
 
 def set_mark(operation: Any, name: str, mark: str) -> None:
-    """Gives an operation of a graph an attribute that says nothing of what it computes."""
+    """Gives an operation of a graph an attribute that does not affect its result."""
     operation._set_attr(name, tf.compat.v1.AttrValue(s=mark.encode()))
 
 
 def set_number(operation: Any, name: str, number: int) -> None:
-    """Gives an operation of a graph another value of an attribute that is a number."""
+    """Changes an attribute of an operation that is a number."""
     operation._set_attr(name, tf.compat.v1.AttrValue(i=number))
 
 
 def called_graphs(operation: Any, attribute: str | None = None) -> list[Any]:
-    """Returns the graphs of the functions that an operation has: those of branches, of a loop, or of a call.
+    """Returns the graphs of the functions of an operation: those of branches, of a loop, or of a call.
 
     Args:
         operation: An operation of a graph.
-        attribute: Only the function under this name, such as the "body" of a loop.
+        attribute: Selects the function of this name, such as the "body" of a loop.
     """
     if operation.type not in _WITH_FUNCTIONS:
         return []
@@ -346,7 +344,7 @@ def traced_function(graph: Any) -> Any:
 
 @contextlib.contextmanager
 def in_no_strategy() -> Iterator[None]:
-    """Has this thread be in no strategy, whatever scopes are open. A variable with copies acts as when a model is saved."""
+    """Makes this thread see no strategy, whatever scopes are open. A variable with copies acts as when a model is saved."""
     _push_mode(_default_replica_mode())
     try:
         with _saving(tf.saved_model.SaveOptions()):
@@ -357,7 +355,7 @@ def in_no_strategy() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_rewriting() -> Iterator[None]:
-    """Has TensorFlow run the functions that this thread calls as they were traced: Grappler does not rewrite their graphs."""
+    """Runs the functions that this thread calls as they were traced, without Grappler's rewrites."""
     runtime = context()
     before = runtime.function_call_options
     runtime.function_call_options = _not_rewriting(before.executor_type, before.config_proto_serialized)
@@ -375,13 +373,13 @@ def _not_rewriting(executor: str | None, serialized: bytes) -> Any:
 
 
 def forget_device_names() -> None:
-    """Forgets the full names of devices that were given short ones, after this process has become a task of a cluster."""
+    """Clears the cache of full device names, after this process has become a task of a cluster."""
     _device_names.clear()
 
 
 @contextlib.contextmanager
 def next_port(port: int) -> Iterator[None]:
-    """Has TensorFlow take this port where it would look for a free one."""
+    """Makes TensorFlow use this port instead of a free one."""
     pick = _eager_runtime.TF_PickUnusedPortOrDie
     _eager_runtime.TF_PickUnusedPortOrDie = lambda: port
     try:
@@ -409,7 +407,7 @@ def random_state() -> tuple[int | None, object]:
 
 @contextlib.contextmanager
 def operations_seeded(seed: int | None) -> Iterator[None]:
-    """Gives random operations of the body another global seed: eager ones, or those of the graph that is being made.
+    """Gives random operations of the body another global seed: eager ones, or those of the graph that is being built.
 
     Functions that are traced in the body inherit it. Unlike `tf.random.set_seed`, it does not change the generator that numbers
     operations.

@@ -1,4 +1,4 @@
-"""What is read from outside, and what it must be like: environment variables, JSON, the options of a run. Pydantic checks it."""
+"""Validation of settings from outside, by pydantic: environment variables, JSON, the options of a run."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, Valida
 from tfrep_strategy.errors import LONGEST_SECONDS, ConfigurationError, message, shortened
 
 MOST_RANKS = 100_000
-"""No run is larger. What says so was read from the wrong place, and would fill the memory with names."""
+"""The largest run. A larger number was read from the wrong place, and would fill the memory with names."""
 MOST_PROCESSES = 1_000
-"""No machine has more processes, or logical devices, of one run."""
+"""The largest number of processes, or logical devices, of a run on a machine."""
 
 _UNSET = object()
 _HOST = re.compile(r"\[[0-9A-Za-z:.%_-]+\]|[^\s\x00-\x1f\[\]/@,]+")
@@ -46,7 +46,7 @@ def _numbers(text: object) -> tuple[int, ...]:
 
 
 def _command_line(text: str) -> tuple[str, ...]:
-    if not (words := tuple(shlex.split(text))):  # A ValueError says what is wrong with its quotes.
+    if not (words := tuple(shlex.split(text))):  # A ValueError describes an error in its quotes.
         raise ValueError("write a command")
     return words
 
@@ -55,23 +55,23 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 Networks = Annotated[tuple[Network, ...], BeforeValidator(_networks)]
 CommandLine = Annotated[tuple[str, ...], BeforeValidator(_command_line)]
 Numbers = Annotated[tuple[int, ...], BeforeValidator(_numbers)]
-"""A number, or a smallest and a largest one."""
+"""A number, or a range of two."""
 Rank = Annotated[int, Field(ge=0, lt=MOST_RANKS)]
 Size = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Seconds = Annotated[float, Field(gt=0, le=LONGEST_SECONDS)]
 Limit = Annotated[float, Field(ge=0, le=LONGEST_SECONDS)]
-"""Seconds, of which 0 stands for no limit."""
+"""Seconds; 0 means no limit."""
 ProfiledSeconds = Annotated[float, Field(gt=0, le=60)]
-"""A longer trace would fill the memory, and nobody could read it."""
+"""A longer trace would fill the memory, and be unreadable."""
 Address = Annotated[str, AfterValidator(_address)]
 
 
 def variable(kind: Any, *names: str, default: Any = _UNSET) -> Any:
-    """Reads the first of several environment variables that is set. One that is empty is not set.
+    """Reads the first of several environment variables that is set. An empty one counts as not set.
 
     Args:
-        kind: What it must be: a type that pydantic knows, such as `Rank`.
+        kind: The expected type, for pydantic, such as `Rank`.
         *names: Names of the variables, the preferred one first.
         default: The result if none is set. Without a default that is an error.
 
@@ -95,21 +95,21 @@ def variable(kind: Any, *names: str, default: Any = _UNSET) -> Any:
 
 
 def checked(kind: Any, name: str, value: Any, *, hint: str | None = None, strict: bool = False, is_json: bool = False) -> Any:
-    """Returns a setting as what it must be.
+    """Returns a setting, converted to the expected type.
 
     Args:
-        kind: What it must be: a type that pydantic knows.
+        kind: The expected type, for pydantic.
         name: Name of the setting, for messages.
-        value: What was given.
+        value: The given value.
         hint: What the user can do.
-        strict: Whether the text of a number is refused.
+        strict: Whether to refuse the text of a number.
         is_json: Whether the value is JSON.
 
     Returns:
         The value.
 
     Raises:
-        ConfigurationError: It cannot be used.
+        ConfigurationError: The value does not fit.
 
     Example:
         >>> checked(Port, "port", "70000")
@@ -123,20 +123,20 @@ def checked(kind: Any, name: str, value: Any, *, hint: str | None = None, strict
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
     what = shortened(first["msg"].removeprefix("Value error, "))
-    # Outside of JSON a name is that of a type among several.
+    # Outside JSON a name is that of a type among several.
     place = ".".join([name, *(str(part) for part in first["loc"] if is_json or isinstance(part, int))])
     wrong = value if first["type"] == "missing" else first["input"]
     raise ConfigurationError(message(f"{place} cannot be used: {what[:1].lower()}{what[1:]}.", hint=hint, **{place: wrong}))
 
 
 def check_fields(given: Any) -> None:
-    """Refuses a dataclass of which a field is not what its annotation says.
+    """Refuses a dataclass with a field that does not fit its annotation.
 
     Args:
         given: The dataclass.
 
     Raises:
-        ConfigurationError: A field cannot be used.
+        ConfigurationError: A field does not fit.
 
     Example:
         >>> from tfrep_strategy.running.coordinator import ClusterOptions
@@ -150,7 +150,7 @@ def check_fields(given: Any) -> None:
 
 
 def made_folder(name: str, wanted: str | os.PathLike[str]) -> Path:
-    """Makes the folder that a setting names, if there is none.
+    """Makes the folder of a setting, if it does not exist.
 
     Args:
         name: Name of the setting, for messages.
@@ -160,7 +160,7 @@ def made_folder(name: str, wanted: str | os.PathLike[str]) -> Path:
         Its absolute path.
 
     Raises:
-        ConfigurationError: It cannot be made.
+        ConfigurationError: The folder cannot be made.
 
     Example:
         >>> made_folder("log_dir", "logs").name
@@ -169,14 +169,14 @@ def made_folder(name: str, wanted: str | os.PathLike[str]) -> Path:
     folder = Path(wanted).absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:  # A name cannot have a zero in it.
+    except (OSError, ValueError) as error:  # A ValueError if the name contains a zero byte.
         what = f"Cannot make the folder ({getattr(error, 'strerror', error)})."
         raise ConfigurationError(message(what, hint="name another one.", **{name: str(wanted)})) from None
     return folder
 
 
 def writable(name: str, wanted: str | os.PathLike[str]) -> Path:
-    """Makes the folder that a setting names, if there is none, and makes sure that files can be written there.
+    """Makes the folder of a setting, if it does not exist, and checks that files can be written there.
 
     Args:
         name: Name of the setting, for messages.
@@ -186,7 +186,7 @@ def writable(name: str, wanted: str | os.PathLike[str]) -> Path:
         Its absolute path.
 
     Raises:
-        ConfigurationError: It cannot be made, or nothing can be written there.
+        ConfigurationError: The folder cannot be made, or is not writable.
 
     Example:
         >>> writable("log_dir", "logs").name
@@ -202,14 +202,14 @@ def writable(name: str, wanted: str | os.PathLike[str]) -> Path:
 
 
 def check_scheme(address: str, known: Collection[str]) -> None:
-    """Refuses an address of a folder for backups for which TensorFlow has no file system.
+    """Refuses the address of a folder for backups if TensorFlow has no file system for it.
 
     Args:
         address: The address, or a path.
         known: The schemes of TensorFlow's file systems.
 
     Raises:
-        ConfigurationError: It has none.
+        ConfigurationError: TensorFlow has none.
 
     Example:
         >>> check_scheme("nfs://host/run", ["", "gs"])
