@@ -1,1 +1,1 @@
-"""The processes of a run: who and where they are, how they meet, whether they live, and what their machines have."""
+"""The processes of a run: their identity, rendezvous and signs of life, and the hardware of their machines."""

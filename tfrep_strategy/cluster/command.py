@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import sys
 
-# A process finds this package where its launcher found it, whatever folder it is started in. It gets its own search path
-# back before the user's script runs.
+# A process finds this package at the place where its launcher found it, in whatever folder it is started. It gets its own search
+# path back before the user's script runs.
 _BOOTSTRAP = (
     "import json, sys; own = sys.path[:]; sys.path[:] = json.loads(sys.argv[1]); from {module} import main; main(sys.argv[2:], own)"
 )
 
-# Nothing that follows the first line is read here, so that it is left for the module.
+# Only the first line is read here, so the rest is left for the module.
 _PIPED_BOOTSTRAP = (
     'import json, sys; given = json.loads(open(0, "rb", 0, closefd=False).readline()); sys.path[:] = given.pop("path"); '
     "from {module} import main; main(given)"
@@ -19,7 +19,7 @@ _PIPED_BOOTSTRAP = (
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
-    """Gives the command line of a process that calls the `main` of a module.
+    """Returns the command line of a process that calls the `main` of a module.
 
     Args:
         module: Full name of the module. Its `main` gets the arguments, and the search path with which Python started.
@@ -36,7 +36,7 @@ def module_command(module: str, *arguments: str) -> list[str]:
 
 
 def search_path() -> list[str]:
-    """Returns where Python looks for modules. It ignores all else that a program has put there, such as paths that are no text.
+    """Returns the folders where Python looks for modules, without entries that are not text.
 
     Example:
         >>> sys.path.append(Path("no text"))
@@ -48,11 +48,12 @@ def search_path() -> list[str]:
 
 
 def piped_command(module: str) -> list[str]:
-    """Gives the command line of a process that is told everything through its standard input: other users can read command lines.
+    """Returns the command line of a process that gets its arguments through standard input, since other users can read command
+    lines.
 
     Args:
-        module: Full name of the module. Its `main` gets what the first line has, a dictionary in JSON. Of this, `path` becomes the
-            search path.
+        module: Full name of the module. Its `main` gets the content of the first line, a dictionary in JSON. Its entry `path`
+            becomes the search path.
 
     Returns:
         The command line.

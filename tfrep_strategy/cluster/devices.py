@@ -1,8 +1,7 @@
-"""The GPUs of this process: which it takes, which physical GPU is behind a device, and whether NCCL can connect them.
+"""The GPUs of this process: the one that it takes, the physical GPU behind a device, and whether NCCL can connect replicas.
 
-Finds the physical GPU behind a TensorFlow device, and whether NCCL can connect the GPUs of some replicas.
-`NCCL_MULTI_RANK_GPU_ENABLE=1` lets several replicas use NCCL on one physical GPU (NCCL 2.30 and later). Parts of a GPU that MIG
-has cut need it. It is NCCL's own variable, so it is not one of this package.
+`NCCL_MULTI_RANK_GPU_ENABLE=1` lets several replicas use NCCL on one physical GPU (NCCL 2.30 and later). MIG partitions of a GPU
+need it. It is NCCL's own variable, not one of this package.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from tfrep_strategy.errors import ConfigurationError, message, shown, warn
 def own_gpu(num_visible: int, local_rank: int, local_size: int) -> int | None:
     """Chooses the GPU of a process among those that it sees.
 
-    A scheduler, or the user, may show each process one GPU; then there is nothing to choose. Processes that see several
+    A scheduler, or the user, may show each process one GPU; then there is no choice. Processes that see several
     GPUs take them by local rank.
 
     Args:
-        num_visible: How many GPUs the process sees.
+        num_visible: Number of GPUs that the process sees.
         local_rank: Rank of the process among those of the run on this machine.
-        local_size: How many processes of the run are on this machine.
+        local_size: Number of processes of the run on this machine.
 
     Returns:
         The number of the GPU; None if the process keeps all GPUs that it sees.
@@ -52,7 +51,7 @@ def take_own_gpu(local_rank: int, local_size: int) -> None:
 
     Args:
         local_rank: Rank of this process among those of the run on this machine.
-        local_size: How many processes of the run are on this machine.
+        local_size: Number of processes of the run on this machine.
     """
     if runtime_has_started():
         return
@@ -76,7 +75,7 @@ def take_own_gpu(local_rank: int, local_size: int) -> None:
 
 
 def warn_of_unseen_gpus() -> None:
-    """Warns if TensorFlow cannot use the GPUs of this machine. TensorFlow itself mentions it in its log only."""
+    """Warns if TensorFlow cannot use the GPUs of this machine. TensorFlow mentions this only in its log."""
     hidden = "CUDA_VISIBLE_DEVICES" in os.environ or tf.config.list_physical_devices("GPU")
     gpus = [] if hidden else driver_gpus()
     if gpus:
@@ -138,13 +137,13 @@ def full_name(device: str) -> str:
     """Finds a logical device of this process, which starts TensorFlow.
 
     Args:
-        device: Such as `"CPU:0"`, `"/gpu:1"` or a full name; of a job or task in it nothing is asked.
+        device: Such as `"CPU:0"`, `"/gpu:1"` or a full name; a job or task in it is ignored.
 
     Returns:
         Its full name, such as `"/job:worker/replica:0/task:1/device:CPU:0"`.
 
     Raises:
-        ConfigurationError: There is none.
+        ConfigurationError: There is no such device.
     """
     names = {each.name.rpartition("device:")[2]: each.name for each in logical_devices()}
     name = names.get(str(device).upper().rpartition("DEVICE:")[2].lstrip("/"))
@@ -171,7 +170,7 @@ def nccl_connects(gpus: Sequence[str | None]) -> bool:
     """Returns whether NCCL connects the devices of some replicas. NCCL refuses two replicas on one GPU.
 
     Args:
-        gpus: The identity of each replica's GPU, as `identity_of_gpu` gives it; None for another kind of device.
+        gpus: The identity of each replica's GPU, from `identity_of_gpu`; None for another kind of device.
 
     Example:
         >>> nccl_connects(["a 0000:07:00.0", "a 0000:0f:00.0"]), nccl_connects(["a 0000:07:00.0", "a 0000:07:00.0"])
@@ -213,8 +212,8 @@ def warn_if_shared(gpus: Sequence[str | None]) -> None:
 def warn_of_sparse_gradients(devices: Sequence[str]) -> None:
     """Warns if sparse gradients may make replicas on these devices differ in their last bits.
 
-    GPUs add up the slices of a row in any order, unless TensorFlow's operations are deterministic. Each replica adds them up
-    for itself.
+    GPUs add the slices of a row in any order, unless TensorFlow's operations are deterministic. Each replica adds them
+    separately.
     """
     if is_gpu(devices[0]) and not operations_are_deterministic():
         warn(
@@ -244,7 +243,7 @@ def physical_by_logical(visible: Sequence[str], parts: Mapping[str, int]) -> lis
 def identity_of_gpu(device: str) -> str | None:
     """Returns the identity of the physical GPU behind a device of this process; None for another kind of device.
 
-    The identity is the same in all processes. If NCCL may connect several replicas on one GPU, it is each device's own.
+    The identity is the same in all processes. If NCCL may connect several replicas on one GPU, each device has its own.
 
     Args:
         device: A device name such as `"GPU:0"`, or a full name.
@@ -258,7 +257,7 @@ def identity_of_gpu(device: str) -> str | None:
     if index >= len(physical):  # TensorFlow itself refuses to place operations there.
         return None
     identity = f"{socket.gethostname()} {_address(int(physical[index].rpartition(':')[2]))}"
-    # Other ranks see it too, so that all decide alike, even if only some have set the variable.
+    # Other ranks see the identity as well, so all decide alike, even if only some have set the variable.
     return f"{identity}, device {index} of process {os.getpid()}" if os.environ.get(_SEVERAL_ON_ONE) == "1" else identity
 
 

@@ -1,7 +1,7 @@
-"""What happens in a run, as lines of JSON in `events.jsonl` beside its logs: for programs that watch it.
+"""The events of a run, as lines of JSON in `events.jsonl` beside its logs, for programs that watch it.
 
-The launcher writes `start`, `loss`, `restart` and `end`, rank 0 `ready`, `step` and `backup`. Each line has its `time`: the seconds
-since 1970.
+The launcher writes `start`, `loss`, `restart` and `end`; rank 0 writes `ready`, `step` and `backup`. Each line has its `time`: the
+seconds since 1970.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 
 FILE = "events.jsonl"
 VARIABLE = "TFREP_EVENTS"
-"""Tells rank 0 where the file is."""
+"""The variable with the path of the file, for rank 0."""
 
 STEP_SECONDS = 10.0
-"""Steps are told that often, and the first of each `fit`."""
+"""The time between two reports of steps. The first step of each `fit` is reported as well."""
 
 
 class Events:
     """The file of a run.
 
     Args:
-        path: Where it is; None if nobody wants to know.
+        path: The path; None for no file.
 
     Example:
         >>> events = Events(Path("events.jsonl"))
@@ -38,7 +38,7 @@ class Events:
         self._path = path
 
     def tell(self, event: str, **about: Any) -> None:
-        """Adds a line, whole. A disk that is full costs lines, and no run."""
+        """Appends a complete line. If the disk is full, lines are lost, and the run continues."""
         if self._path is None:
             return
         line = json.dumps({"time": round(time.time(), 3), "event": event, **about}) + "\n"
@@ -51,7 +51,7 @@ class Events:
 
 
 class Steps:
-    """Tells of the steps of one `fit` now and then.
+    """Reports some steps of one `fit`.
 
     Args:
         fit: The number of the `fit`, from 0.
@@ -61,7 +61,7 @@ class Steps:
         self._fit, self._next = fit, 0.0
 
     def note(self, done: int) -> None:
-        """Notes how many steps were done before the one that begins."""
+        """Records the number of steps done before the one that begins."""
         now = time.monotonic()
         if now >= self._next:
             self._next = now + STEP_SECONDS
@@ -69,6 +69,6 @@ class Steps:
 
 
 def of_run() -> Events:
-    """Returns the file of the run of which this process is rank 0. Other processes know of none."""
+    """Returns the file of the run on rank 0. Other processes have none."""
     path = os.environ.get(VARIABLE)
     return Events(Path(path) if path else None)

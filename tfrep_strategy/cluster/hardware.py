@@ -1,4 +1,4 @@
-"""What this machine has: cores and how ranks share them, GPUs of NVIDIA, memory that processes have in common."""
+"""The hardware of this machine: cores and their distribution to ranks, NVIDIA GPUs, memory that processes share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ROOT = Path("/sys/fs/cgroup")
 
 
 def bound_cores() -> int:
-    """Returns how many cores this process may run on.
+    """Returns the number of cores that this process may run on.
 
     Example:
         >>> 1 <= bound_cores() <= os.cpu_count()
@@ -33,7 +33,7 @@ def bound_cores() -> int:
 
 
 def usable_cores() -> int:
-    """Returns how many cores this process may keep busy: those that it may run on, or fewer where its container has a quota.
+    """Returns the number of cores that this process may keep busy: those that it may run on, or fewer by its container's quota.
 
     Example:
         >>> 1 <= usable_cores() <= bound_cores()
@@ -43,7 +43,7 @@ def usable_cores() -> int:
 
 
 def cores_of_container() -> int:
-    """Returns how many cores all processes of this container may keep busy, whatever this one is bound to.
+    """Returns the number of cores that all processes of this container may keep busy, whatever this one is bound to.
 
     Example:
         >>> usable_cores() <= cores_of_container()
@@ -53,7 +53,7 @@ def cores_of_container() -> int:
 
 
 def _quotas() -> Iterator[float]:
-    """Yields the quotas of this process's control group, and of those that it is in, in cores (Linux: `man 7 cgroups`)."""
+    """Yields the quotas of this process's control group, and of its parents, in cores (Linux: `man 7 cgroups`)."""
     for line in _read(Path("/proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
@@ -78,18 +78,18 @@ def _read(path: Path) -> str:
 
 
 THREADS_VARIABLE = "TF_NUM_INTRAOP_THREADS"
-"""By which TensorFlow learns how many threads an operation may take. It reads the variable when it starts its devices."""
+"""The variable with TensorFlow's number of threads for an operation, which it reads when it starts its devices."""
 
 _CORES = Path("/sys/devices/system/cpu")
 
 
 def threads_of_rank(ranks: int) -> int:
-    """Returns how many threads an operation of one of several ranks may take, so that all together take each core once.
+    """Returns the number of threads for an operation of one of several ranks, so that all together use each core once.
 
-    A core that a container may not use counts for none.
+    Cores beyond a container's quota do not count.
 
     Args:
-        ranks: How many of them have the cores of this process together.
+        ranks: Number of ranks that share the cores of this process.
 
     Example:
         >>> threads_of_rank(10_000)
@@ -99,10 +99,10 @@ def threads_of_rank(ranks: int) -> int:
 
 
 def thread_variables(ranks: int) -> dict[str, str]:
-    """Returns variables by which ranks that this process starts share its cores; none if the user's own decide.
+    """Returns variables that make the ranks that this process starts share its cores; none if the user has set them.
 
     Args:
-        ranks: How many there will be on this machine.
+        ranks: Number of ranks on this machine.
 
     Example:
         >>> thread_variables(1)
@@ -112,24 +112,24 @@ def thread_variables(ranks: int) -> dict[str, str]:
 
 
 def is_bound() -> bool:
-    """Returns whether some cores of the machine are not for this process: its launcher may have given them to other ranks."""
+    """Returns whether this process may not use some cores: its launcher may have given them to other ranks."""
     return bound_cores() < (os.cpu_count() or 1)
 
 
 def cores_of_ranks(ranks: int) -> list[frozenset[int]]:
-    """Cuts the cores of this process into equal parts, one for each rank.
+    """Divides the cores of this process into equal parts, one for each rank.
 
-    Hardware threads of one core stay together, and cores of one socket do: the kernel may number the first threads of all cores
-    before the second ones, and ranks that share a core keep each other waiting.
+    Hardware threads of one core stay together, and so do the cores of one socket. The kernel may number the first threads of all
+    cores before the second ones, and ranks that share a core slow each other down.
 
     Args:
-        ranks: How many of them have the cores of this process together.
+        ranks: Number of ranks that share the cores of this process.
 
     Returns:
-        The numbers of each rank's own cores. Cores that are left over belong to no rank.
+        The numbers of each rank's cores. Remaining cores belong to no rank.
 
     Raises:
-        ConfigurationError: There are fewer cores than ranks, or this system binds no processes.
+        ConfigurationError: There are fewer cores than ranks, or this system cannot bind processes.
 
     Example:
         >>> len(cores_of_ranks(1))
@@ -150,7 +150,7 @@ def _place(core: int) -> tuple[int, int, int]:
     folder = _CORES / f"cpu{core}" / "topology"
     try:
         socket, physical = (int((folder / name).read_text("utf-8")) for name in ("physical_package_id", "core_id"))
-    except (OSError, ValueError):  # Some virtual machines do not say.
+    except (OSError, ValueError):  # Some virtual machines do not report them.
         return 0, core, core
     return socket, physical, core
 
@@ -160,7 +160,7 @@ def bound_to(cores: Collection[int]) -> Iterator[None]:
     """Binds this thread while the body runs. Processes that it starts meanwhile stay bound, with all their threads.
 
     Args:
-        cores: Their numbers; none binds nothing.
+        cores: The numbers of cores; empty for no binding.
 
     Example:
         >>> with bound_to(()):
@@ -253,8 +253,8 @@ class Nccl:
 
     Attributes:
         library: Its path.
-        version: Its version, such as "2.27.7"; empty if it is not known.
-        cuda: The CUDA version that it was built with, such as "12.9"; empty if it is not known.
+        version: Its version, such as "2.27.7"; empty if unknown.
+        cuda: The CUDA version that it was built with, such as "12.9"; empty if unknown.
     """
 
     library: Path
@@ -263,7 +263,7 @@ class Nccl:
 
     @property
     def header(self) -> Path:
-        """Path of its header, if that was installed too."""
+        """The path of its header, if it was installed."""
         homes = (folder for folder in self.library.parents if Path(folder, "include", "nccl.h").exists())
         return Path(next(homes, self.library.parent.parent), "include", "nccl.h")
 
@@ -302,7 +302,7 @@ def nccl_problem(nccl: Nccl | None, driver: str | None) -> str:
 
     Args:
         nccl: The library, from `find_nccl`.
-        driver: The newest CUDA that the driver runs, from `driver_cuda`; None if it is not known.
+        driver: The newest CUDA that the driver runs, from `driver_cuda`; None if unknown.
 
     Returns:
         A sentence and a hint; an empty string if nothing is wrong.
@@ -365,23 +365,23 @@ def mapped(path: Path) -> mmap.mmap:
 
 
 CHUNK_BYTES = 1 << 20
-"""How many bytes of a member are in the memory at once. Smaller chunks cost more waits, larger ones leave a core's cache."""
+"""The bytes of a member that are in memory at once. Smaller chunks cost more waits, larger ones exceed a core's cache."""
 
 MOST_IN_MESSAGE = 1 << 13
-"""Up to how many bytes of a member need no memory: they travel with the message that begins a collective."""
+"""The largest data of a member that travels with the message that begins a collective, without the memory."""
 
 SHARES_MEMORY = hasattr(os, "memfd_create")
-"""Whether processes of this machine can share memory that has no name: on Linux."""
+"""Whether processes of this machine can share memory without a name, as on Linux."""
 
 MOST_SHARING = 16
-"""Up to how many ranks were measured. Each talks to each, so another transport may be faster for more."""
+"""The largest number of ranks that was measured. Each rank talks to each, so another transport may be faster for more."""
 
 
 def bytes_for(size: int) -> int:
-    """Returns how large the memory of a group is.
+    """Returns the size of the memory of a group.
 
     Args:
-        size: How many members it has.
+        size: Number of members.
 
     Example:
         >>> bytes_for(2) >> 20
@@ -391,10 +391,10 @@ def bytes_for(size: int) -> int:
 
 
 def new_memory(size: int) -> int:
-    """Makes memory without a name, which costs nothing until it is used.
+    """Makes memory without a name. It costs nothing until it is used.
 
     Args:
-        size: In bytes.
+        size: The size in bytes.
 
     Returns:
         A descriptor.
@@ -409,7 +409,7 @@ def new_memory(size: int) -> int:
     try:
         with _files_of_any_size():
             os.ftruncate(descriptor, size)
-        mmap.mmap(descriptor, 0).close()  # Or a rank would find out later that it cannot.
+        mmap.mmap(descriptor, 0).close()  # Otherwise a rank would fail later.
     except OSError:
         os.close(descriptor)
         raise
@@ -418,7 +418,7 @@ def new_memory(size: int) -> int:
 
 @contextlib.contextmanager
 def _files_of_any_size() -> Iterator[None]:
-    """Raises the limit of files as far as this process may: for the system, memory without a name is a file."""
+    """Raises the limit of file sizes as far as this process may, because memory without a name is a file to the system."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     try:
@@ -428,13 +428,13 @@ def _files_of_any_size() -> Iterator[None]:
 
 
 def problem_of_sharing(size: int) -> str | None:
-    """Tries all that ranks need to talk through common memory.
+    """Tries every operation that ranks need for shared memory.
 
     Args:
-        size: How many ranks there are.
+        size: Number of ranks.
 
     Returns:
-        What keeps them from it; None if nothing does.
+        The problem; None if there is none.
 
     Example:
         >>> problem_of_sharing(2) is None or not SHARES_MEMORY
@@ -447,7 +447,7 @@ def problem_of_sharing(size: int) -> str | None:
             memory = new_memory(bytes_for(size))
             stack.callback(os.close, memory)
             server = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            server.bind("")  # To a name in the kernel that is free.
+            server.bind("")  # Binds to a free name in the kernel.
             for _ in range(size):
                 ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 for end in ends:

@@ -1,4 +1,4 @@
-"""How the processes that this package starts learn who they are."""
+"""The rank, peers and communicator of the processes that this package starts, passed to them in environment variables."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ RUN_VARIABLES = (
     "TFREP_STRATEGY", "TFREP_COMMUNICATOR", "TFREP_NUM_REPLICAS", "TFREP_BACKUP_DIR", "TFREP_PROGRESS_DIR", "TFREP_PROFILE",
     "TFREP_PROFILE_DIR", events.VARIABLE,
 )  # fmt: skip
-"""What a run tells its processes about the strategy that they are to make, its backups, its profile and what it tells of itself."""
+"""Variables in which a run passes on the strategy to make, backups, the profile and the events to report."""
 
 
 def horovod_is_installed() -> bool:
-    """Tells whether Horovod is installed with its TensorFlow operations, without importing it.
+    """Returns whether Horovod is installed with its TensorFlow operations, without importing it.
 
     Returns:
-        Whether it is.
+        Whether it is installed.
 
     Example:
         >>> communicator = "horovod" if horovod_is_installed() else "tf"
@@ -48,14 +48,14 @@ def resolve_communicator(name: str, size: int = 2) -> str:
 
     Args:
         name: "auto", "horovod", "tf", "mpi", "shared_memory" or the name of an installed transport. For "auto"
-            `choose_communicator` decides. A warning names what would be faster, and what keeps the processes from common memory.
-        size: How many processes take part.
+            `choose_communicator` decides. A warning names a faster choice, and the reason if shared memory cannot be used.
+        size: Number of processes.
 
     Returns:
         The communicator.
 
     Raises:
-        ConfigurationError: The name is unknown, Horovod is asked for and not installed, or MPI is asked for, which does not
+        ConfigurationError: The name is unknown; or it is "horovod", which is not installed; or it is "mpi", which does not
             connect processes that this package starts.
 
     Example:
@@ -93,10 +93,10 @@ def resolve_communicator(name: str, size: int = 2) -> str:
 
 
 def check_communicator(name: str) -> None:
-    """Refuses a communicator that new processes would not know: they have not run the program of this one.
+    """Refuses a communicator that new processes would not know, since they have not run the program of this one.
 
     Raises:
-        ConfigurationError: The name is none of this package's, and no installed package has it.
+        ConfigurationError: Neither this package nor an installed one has a communicator of this name.
 
     Example:
         >>> check_communicator("auto")
@@ -113,7 +113,7 @@ def check_communicator(name: str) -> None:
 
 
 def inherited_environ() -> dict[str, str]:
-    """Copies this process's environment variables, less those by which another run would speak to the new one.
+    """Copies this process's environment variables, without those of another run.
 
     Returns:
         The variables.
@@ -127,13 +127,13 @@ def inherited_environ() -> dict[str, str]:
 
 
 def common_hash_seed(default: str | None = None) -> str:
-    """Returns the `PYTHONHASHSEED` of all ranks of a run, so that sets of strings have one order on all of them.
+    """Returns one `PYTHONHASHSEED` for all ranks of a run, so that sets of strings have the same order on all of them.
 
     Args:
-        default: What to take where the user has set none. By default a random number, as Python takes one.
+        default: The value if the user has set none. By default a random number, like Python's.
 
-    Returns:
-        The user's own, if there is one, else the default.
+        Returns:
+            The user's value if there is one, otherwise the default.
 
     Example:
         >>> common_hash_seed("7")
@@ -147,11 +147,11 @@ def common_hash_seed(default: str | None = None) -> str:
 
 @contextlib.contextmanager
 def identities(communicator: str, size: int) -> Iterator[list[dict[str, str]]]:
-    """Gives the variables that tell each of some processes on this machine who it is, and serves them meanwhile.
+    """Yields the variables that give each of some processes on this machine its rank, and serves Horovod's rendezvous meanwhile.
 
     Args:
-        communicator: "horovod"; any other finds the addresses of all processes in `TF_CONFIG`.
-        size: How many processes there will be.
+        communicator: "horovod" needs a rendezvous. For any other, `TF_CONFIG` has the addresses of all processes.
+        size: Number of processes.
 
     Yields:
         One dictionary of environment variables per rank.
@@ -175,7 +175,7 @@ def tf_config(addresses: Sequence[str], rank: int) -> dict[str, str]:
 
     Args:
         addresses: "host:port" of each rank.
-        rank: Which one.
+        rank: The rank.
 
     Example:
         >>> tf_config(["a:1", "b:1"], 1)

@@ -1,8 +1,8 @@
-"""A cluster of parameter servers and workers on this machine: its processes, and the one that holds its servers.
+"""A cluster of parameter servers and workers on this machine: its processes, and the holder process, which forks its servers.
 
-Nothing here loads TensorFlow but the holder. It imports TensorFlow once, before anything of it is initialised, and every server is
-a fork, so that a worker is back within a fraction of a second. It reads its orders from a pipe; when that ends, since whoever gave
-the orders has ended or was killed, all servers are killed, and their logs removed.
+Only the holder loads TensorFlow. It imports TensorFlow once and initialises nothing, and forks each server from there, so that a
+worker is back within a fraction of a second. It reads its orders from a pipe. When the pipe ends, because the process that gave the
+orders has ended or was killed, the holder kills all servers and removes their logs.
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ from tfrep_strategy.errors import PeerError, check_count, message
 _log = logging.getLogger(__name__)
 
 START_SECONDS = 60.0
-"""How long the servers may take to start."""
+"""Seconds that the servers may take to start."""
 _FROZEN_HINT = "find out who has stopped it, or what it was doing; TFREP_TIMEOUT=0 has others wait, as under a debugger."
 
 
 class LocalCluster:
-    """The servers and workers of a cluster, each a process that listens on a port of its own.
+    """The servers and workers of a cluster, each a process with its own port.
 
-    They end with `stop`, and also when this process ends in any other way. One that is stopped or silent is killed, as a launcher
-    would do with a rank. Make one with `local_cluster`.
+    They end with `stop`, and also when this process ends in any other way. A stopped or silent one is killed, as a launcher
+    kills such a rank. Make one with `local_cluster`.
 
     Args:
-        workers: How many workers.
-        servers: How many parameter servers.
+        workers: Number of workers.
+        servers: Number of parameter servers.
         on_end: Called with the job, the index and the exit code of a task that ended.
-        log_dir: Where logs are kept; by default in `folder`.
+        log_dir: Folder for the logs. Default: `folder`.
 
     Raises:
-        ConfigurationError: `TFREP_TIMEOUT` or `TFREP_SILENCE_TIMEOUT` is no number of seconds.
+        ConfigurationError: `TFREP_TIMEOUT` or `TFREP_SILENCE_TIMEOUT` is not a number of seconds.
         PeerError: The processes do not start.
 
     Attributes:
         spec: Addresses by job, as `tf.train.ClusterSpec` takes them.
-        folder: A temporary folder, which goes with the cluster.
+        folder: A temporary folder, which is removed with the cluster.
         log_dir: Folder with one log file for each task.
     """
 
@@ -106,11 +106,11 @@ class LocalCluster:
             raise
 
     def start(self, job: str, index: int) -> None:
-        """Starts a task, or starts it again after it ended; returns when its process exists.
+        """Starts a task, or restarts it after it ended. Returns when its process exists.
 
         Args:
             job: "worker" or "ps".
-            index: Which one.
+            index: Its index in the job.
 
         Raises:
             PeerError: The process does not start.
@@ -134,7 +134,7 @@ class LocalCluster:
 
         Args:
             job: "worker" or "ps".
-            index: Which one.
+            index: Its index in the job.
         """
         name = f"{job}{index}"
         with self._changed:
@@ -143,12 +143,12 @@ class LocalCluster:
                 self._changed.wait_for(lambda: name not in self._pids, START_SECONDS)
 
     def pid(self, job: str, index: int) -> int | None:
-        """Returns the process id of a task, or None if it does not run."""
+        """Returns the process id of a task, or None if it is not running."""
         return self._pids.get(f"{job}{index}")
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process that holds all tasks has ended, and they with it."""
+        """Whether the process that holds all tasks has ended, and the tasks with it."""
         return self._is_over
 
     def stop(self) -> None:
@@ -185,21 +185,21 @@ class LocalCluster:
 
 
 def check_counts(**counts: Any) -> None:
-    """Refuses a number of workers or servers that is not a whole number above zero.
+    """Refuses a number of workers or servers that is not a positive whole number.
 
     Raises:
-        ConfigurationError: for the first of them.
+        ConfigurationError: For the first such number.
     """
     for name, count in counts.items():
         check_count(f"A cluster needs at least one of its {name}.", 1, MOST_PROCESSES, **{name: count})
 
 
 def wait_until_reachable(addresses: dict[str, str], seconds: float) -> list[str]:
-    """Waits until somebody listens at each address.
+    """Waits until a server listens at each address.
 
     Args:
         addresses: Address ("host:port") of each task, by the task's name.
-        seconds: How long to wait at most.
+        seconds: Longest time to wait.
 
     Returns:
         The names of the tasks that cannot be reached.
@@ -226,15 +226,15 @@ def wait_until_reachable(addresses: dict[str, str], seconds: float) -> list[str]
 
 _PR_SET_PDEATHSIG = 1
 NAMES = {"worker": "Worker {}", "ps": "Parameter server {}"}
-"""What the tasks of a job are called in messages."""
+"""Names of the tasks of a job in messages."""
 
 
 def main(arguments: list[str], own_path: list[str]) -> None:
-    """Starts servers when it is told to, until its orders end. Returns never.
+    """Starts servers as ordered, until the orders end. Never returns.
 
     Args:
-        arguments: The cluster as JSON, the folder of the servers' logs, the one that goes with the cluster, and the patience with
-            servers as JSON.
+        arguments: The cluster as JSON, the folder of the servers' logs, the folder that is removed with the cluster, and the
+            patience with servers as JSON.
         own_path: Unused.
     """
     del own_path
@@ -245,10 +245,10 @@ def main(arguments: list[str], own_path: list[str]) -> None:
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
-    # Ctrl-C in a terminal reaches every process; the one that gives the orders decides what follows from it.
+    # Ctrl-C in a terminal reaches every process. The process that gives the orders decides how to react.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with quiet_start():
-        import tensorflow  # noqa: F401  (what the forks share)
+        import tensorflow  # noqa: F401  (shared by the forks)
 
     servers: dict[tuple[str, int], int] = {}
     lock, reaping = threading.Lock(), threading.Lock()
@@ -259,7 +259,7 @@ def main(arguments: list[str], own_path: list[str]) -> None:
 
     def wait(job: str, index: int, pid: int) -> None:
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        with reaping:  # From here on, the system may give the number to any process.
+        with reaping:  # From here on, the system may give this process id to another process.
             _, status = os.waitpid(pid, 0)
             if servers.get((job, index)) == pid:
                 del servers[job, index]
@@ -273,7 +273,7 @@ def main(arguments: list[str], own_path: list[str]) -> None:
         return is_server
 
     def watch(job: str) -> None:
-        """Kills a server that is stopped or silent. For the others it is then as any that is killed."""
+        """Kills a stopped or silent server. To the others it looks like any killed server."""
         look = Watch(_signs(folder, job), patience, NAMES[job]).look
         while True:
             time.sleep(LOOK_SECONDS)
@@ -306,7 +306,7 @@ def main(arguments: list[str], own_path: list[str]) -> None:
 
 
 def _serve(cluster: dict[str, list[str]], job: str, index: int, log: Path, folder: Path, parent: int) -> None:
-    """Runs one server from start to end. Returns never."""
+    """Runs one server from start to end. Never returns."""
     code = 1
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -325,7 +325,7 @@ def _serve(cluster: dict[str, list[str]], job: str, index: int, log: Path, folde
 
 
 def _signs(folder: str | Path, job: str) -> Path:
-    """Returns where the servers of a job give signs of life."""
+    """Returns the folder where the servers of a job give signs of life."""
     return Path(folder, f"signs-{job}")
 
 
@@ -335,11 +335,11 @@ def run_server(cluster: dict[str, Any], job: str, index: int, *, coordinator_tim
     Args:
         cluster: Addresses ("host:port") by job: "worker" and "ps", and "chief" if it is known.
         job: "worker" or "ps".
-        index: Which of that job's tasks this process is.
-        coordinator_timeout: Lets the process end with the chief: with exit code 0 when the chief has been there and is
-            gone, and with 1 when it has not come after so many seconds. None: it serves until it is ended.
+        index: The index of this process in that job.
+        coordinator_timeout: If given, the process ends with the chief: with exit code 0 when the chief has come and gone, and with
+            1 when it has not come after so many seconds. None: it serves until it is ended.
     """
-    # A call to a task that is gone fails at once instead of waiting for it to come back.
+    # A call to a task that is gone fails at once instead of waiting for the task to come back.
     os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
     import tensorflow as tf
 
@@ -351,7 +351,7 @@ def run_server(cluster: dict[str, Any], job: str, index: int, *, coordinator_tim
     unknown = "" if "chief" in spec.jobs else "the coordinator"
     with confined(own, everybody, unknown=unknown):
         server = tf.distribute.Server(spec, job, index, protocol="grpc", config=config, start=False)
-    server.start()  # It obeys nobody before.
+    server.start()  # It takes no orders before.
     watch_connections(server, everybody)
     if coordinator_timeout is not None:
         threading.Thread(target=_end_with, args=(cluster["chief"][0], coordinator_timeout), daemon=True).start()

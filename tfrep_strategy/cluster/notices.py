@@ -1,4 +1,4 @@
-"""What a launcher and a `fit` that it has started tell each other: a request to end (SIGTERM), and how far the run is."""
+"""Notices between a launcher and the `fit` that it has started: a request to end (SIGTERM), and the progress of the run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 EXIT_CODE = 128 + signal.SIGTERM
-"""Exit code of a process that ends because it was asked to."""
+"""Exit code of a process that ends on request."""
 
 _asked = threading.Event()
 _is_answered = threading.Event()
@@ -22,8 +22,8 @@ _is_answered = threading.Event()
 def keeping_requests() -> Iterator[None]:
     """Keeps requests to end while the body runs, once `answer_requests_to_end` was called.
 
-    If nobody has answered by the end of the body, SIGTERM does then what it does otherwise. A program that has a handler of its own
-    for SIGTERM keeps it. Python gives signals to the main thread alone.
+    If no request was answered by the end of the body, SIGTERM has its usual effect again. A program's own handler for SIGTERM is
+    left in place. Python delivers signals only to the main thread.
 
     Yields:
         Nothing.
@@ -42,7 +42,7 @@ def keeping_requests() -> Iterator[None]:
 
 
 def keep_requests() -> None:
-    """Keeps requests to end from now on, for a program that asks `is_asked_to_end` by itself."""
+    """Keeps requests to end from now on, for a program that calls `is_asked_to_end` itself."""
     if _can_be_kept():
         signal.signal(signal.SIGTERM, _keep)
         _is_answered.set()
@@ -53,7 +53,7 @@ def _can_be_kept() -> bool:
 
 
 def answer_requests_to_end() -> None:
-    """Says that the caller will ask `is_asked_to_end` until the body of `keeping_requests` ends."""
+    """Promises that the caller will check `is_asked_to_end` until the body of `keeping_requests` ends."""
     _is_answered.set()
 
 
@@ -99,7 +99,7 @@ class Step(NamedTuple):
 
 
 class Progress:
-    """The file in which the last step stands.
+    """The file with the last step.
 
     Args:
         folder: The folder of the run's backups.
@@ -119,8 +119,8 @@ class Progress:
         self._file: int | None = None
 
     def note(self, step: Step) -> None:
-        """Notes a step. The file stays open, so that this takes microseconds."""
-        with contextlib.suppress(OSError):  # A full disk. The launcher is then told nothing.
+        """Records a step. The file stays open, so that this takes microseconds."""
+        with contextlib.suppress(OSError):  # The disk may be full. The launcher then learns nothing.
             if self._file is None:
                 self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
             os.pwrite(self._file, _NUMBERS.pack(*step), 0)
@@ -132,6 +132,6 @@ class Progress:
         return None
 
     def clear(self) -> None:
-        """Forgets it."""
-        with contextlib.suppress(OSError):  # There is none, or the folder is out of reach for a while.
+        """Removes the file."""
+        with contextlib.suppress(OSError):  # There is no file, or the folder is out of reach for a while.
             self._path.unlink()

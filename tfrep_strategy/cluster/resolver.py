@@ -1,4 +1,4 @@
-"""Resolvers tell a strategy the addresses of its processes. `local_cluster` starts a cluster for a notebook or a test."""
+"""Resolvers give a strategy the addresses of its processes. `local_cluster` starts a cluster for a notebook or a test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tfrep_strategy.cluster.local_cluster import LocalCluster, check_counts
 
 
 class LocalClusterResolver(tf.distribute.cluster_resolver.SimpleClusterResolver):
-    """Tells a strategy the addresses of a `LocalCluster`.
+    """Gives a strategy the addresses of a `LocalCluster`.
 
     Attributes:
         cluster: The cluster, with `kill`, `start` and `pid`.
@@ -28,17 +28,17 @@ class LocalClusterResolver(tf.distribute.cluster_resolver.SimpleClusterResolver)
 def local_cluster(workers: int = 2, servers: int = 1) -> Iterator[LocalClusterResolver]:
     """Starts workers and parameter servers as processes on this machine, and ends them with the body.
 
-    They end too when this process is killed. Programs of this machine only can connect to them.
+    They end, too, when this process is killed. Only programs of this machine can connect to them.
 
     Args:
         workers: How many workers, at least one.
         servers: How many parameter servers, at least one.
 
     Yields:
-        What `ParameterServerStrategy` takes.
+        The resolver for `ParameterServerStrategy`.
 
     Raises:
-        ConfigurationError: A number cannot be used.
+        ConfigurationError: A number is invalid.
         PeerError: The processes do not start.
 
     Example:

@@ -1,9 +1,9 @@
-"""Signs of life: each rank gives one every second, and a process outside, its launcher, sees who is stopped and who is silent.
+"""Signs of life: each rank gives one every second, and an outside process, its launcher, finds stopped and silent ranks.
 
-Where no launcher of this package has started a rank, its watcher does this (`watcher.py`).
+For a rank without a launcher of this package, its watcher does this (`watcher.py`).
 
-A rank cannot tell that it is stopped, nor that native code keeps Python's lock from its threads. The others only see that it
-does not come.
+A rank cannot tell that it is stopped, nor that native code keeps Python's lock from its threads. The others only see that it does
+not arrive.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from tfrep_strategy.core.limits import longest_silence, timeout_seconds
 _log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
-"""How often a launcher should look."""
+"""Interval at which a launcher should look."""
 
 _SIGN_SECONDS = 1.0
 _STOPPED_SECONDS = 15.0
-"""How long a rank may be stopped. Horovod's own limit is 30 seconds, TensorFlow's between machines 20; after those, others fail."""
+"""Seconds that a rank may be stopped. Horovod's own limit is 30 seconds, TensorFlow's between machines 20; then others fail."""
 _IDLE_SECONDS, _LEAST_IDLE_SECONDS = 25.0, 3.0
-"""How long a rank may be silent and do nothing. Its work is measured from time to time, so it may take twice as long."""
+"""Seconds that a rank may be silent and idle. Its work is measured from time to time, so it may take twice as long."""
 _WARNED_SECONDS = 60.0
 _IDLE_CPU, _IDLE_BYTES = 0.03, 100_000.0
-"""What a rank whose Python stands still may use in a second: TensorFlow's threads wake up now and then."""
+"""The most that a rank whose Python is stuck may use in a second, since TensorFlow's threads wake up now and then."""
 _WHY = {psutil.STATUS_DISK_SLEEP: "a disk or a network does not answer, or its cgroup is frozen"}
 _ELSE_WHY = "native code may hold Python's lock, or its cgroup is frozen"
 
@@ -45,8 +45,8 @@ def give_signs(folder: Path | None, rank: int) -> None:
     """Gives a sign of life every second, in a thread, for as long as this process can run Python code.
 
     Args:
-        folder: Where the launcher looks; no sign is given if there is none, as on a machine that is not the launcher's.
-        rank: Who gives them.
+        folder: Where the launcher looks. Without it no sign is given, as on a machine other than the launcher's.
+        rank: The rank of this process.
 
     Example:
         >>> give_signs(None, rank=1)
@@ -70,22 +70,22 @@ def start_signs(folder: Path, rank: int) -> None:
     """Gives signs of life as `give_signs` does, until the folder is gone.
 
     Args:
-        folder: Where a process outside looks.
-        rank: Who gives them.
+        folder: The folder where an outside process looks.
+        rank: The rank of this process.
 
     Example:
         >>> start_signs(Path(), rank=1)
     """
     path = _path(folder, rank)
-    with contextlib.suppress(OSError):  # A full disk. The launcher expects no signs then.
-        # The file stays open until this process becomes another program (`os.exec`), which will give no signs.
+    with contextlib.suppress(OSError):  # The disk may be full. The launcher then expects no signs.
+        # The file stays open until this process becomes another program (`os.exec`), which gives no signs.
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.write(file, str(os.getpid()).encode())
         threading.Thread(target=_give_signs, args=(path,), daemon=True, name="tfrep-signs").start()
 
 
 def _give_signs(path: Path) -> None:
-    with contextlib.suppress(OSError):  # Who has looked has ended, and removed the folder.
+    with contextlib.suppress(OSError):  # The launcher has ended, and removed the folder.
         while True:
             os.utime(path)
             time.sleep(_SIGN_SECONDS)
@@ -93,12 +93,12 @@ def _give_signs(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Patience:
-    """How long others bear with a rank; `math.inf`: for ever.
+    """How long others tolerate a rank; `math.inf` means forever.
 
     Attributes:
-        stopped: Seconds for which a rank may be stopped.
-        idle: Seconds for which it may give no sign of life and do nothing.
-        warned: Seconds without a sign of life after which the user is told.
+        stopped: Seconds that a rank may be stopped.
+        idle: Seconds that it may give no sign of life and do nothing.
+        warned: Seconds without a sign of life after which the user is warned.
         silent: Seconds without a sign of life after which the rank is ended.
     """
 
@@ -109,10 +109,10 @@ class Patience:
 
     @classmethod
     def of_environment(cls) -> Patience:
-        """Returns what `TFREP_TIMEOUT` and `TFREP_SILENCE_TIMEOUT` say.
+        """Returns the limits from `TFREP_TIMEOUT` and `TFREP_SILENCE_TIMEOUT`.
 
         Raises:
-            ConfigurationError: One of them is no number of seconds.
+            ConfigurationError: One of them is not a number of seconds.
 
         Example:
             >>> Patience.of_environment()
@@ -127,10 +127,10 @@ class Patience:
 
 @dataclass(frozen=True)
 class _Work:
-    """What a process had done at some time.
+    """The work of a process up to some time.
 
     Attributes:
-        silent: For how many seconds it had given no sign of life.
+        silent: Seconds since its last sign of life.
         cpu: Seconds of CPU time that it had used.
         transferred: Bytes that it had read and written.
     """
@@ -142,11 +142,11 @@ class _Work:
 
 @dataclass(frozen=True)
 class Frozen:
-    """A rank for which nobody should wait.
+    """A rank that is not worth waiting for.
 
     Attributes:
         rank: The rank.
-        seen: What was seen of it, worded to follow "Rank 1".
+        seen: Its observed state, worded to follow "Rank 1".
     """
 
     rank: int
@@ -154,12 +154,12 @@ class Frozen:
 
 
 class Watch:
-    """Looks at the ranks of this machine from outside.
+    """Observes the ranks of this machine from outside.
 
     Args:
-        folder: Where the ranks give their signs.
-        patience: How long to bear with them.
-        name: What a rank is called, with its number for `{}`.
+        folder: The folder with the ranks' signs.
+        patience: How long to tolerate them.
+        name: The name of a rank, with its number for `{}`.
 
     Example:
         >>> watch = Watch(Path(), Patience.of_environment())
@@ -173,7 +173,7 @@ class Watch:
         self._last = time.monotonic()
 
     def look(self, pids: Mapping[int, int]) -> Frozen | None:
-        """Looks once. Warns of a rank that is silent.
+        """Looks once. Warns of a silent rank.
 
         Args:
             pids: The processes that the launcher has started as ranks. A rank that one of them has started is
@@ -183,7 +183,7 @@ class Watch:
             A rank whose time is over, if there is one.
         """
         now = time.monotonic()
-        # If this process was itself held up, it cannot know how the ranks were meanwhile.
+        # If this process was itself held up, it cannot know the state of the ranks meanwhile.
         passed, self._last = min(now - self._last, 2 * LOOK_SECONDS), now
         for rank, pid in {**pids, **self._signed()}.items():
             with contextlib.suppress(psutil.Error, OSError):  # It has ended.
@@ -200,7 +200,7 @@ class Watch:
 
 
 class _Rank:
-    """What was seen of a rank."""
+    """The observed state of a rank."""
 
     def __init__(self, name: str, process: psutil.Process, path: Path) -> None:
         self._name, self._process, self._path = name, process, path
@@ -211,14 +211,14 @@ class _Rank:
         self._is_named = False
 
     def look(self, passed: float, patience: Patience) -> str:
-        """Looks once. Returns what was seen if the time of the rank is over.
+        """Looks once. Returns the observed state if the time of the rank is over.
 
         Args:
             passed: Seconds since the last look.
-            patience: How long to bear with it.
+            patience: How long to tolerate it.
         """
         status = self._process.status() if self._process.is_running() else psutil.STATUS_ZOMBIE
-        # What has run since the last look was not stopped all the time.
+        # A process that has run since the last look was not stopped all the time.
         before, self._switches = self._switches, sum(self._process.num_ctx_switches())
         is_stopped = status == psutil.STATUS_STOPPED and self._switches == before
         self._stopped = self._stopped + passed if is_stopped else 0.0
@@ -254,7 +254,7 @@ class _Rank:
         return True
 
     def _is_idle(self, seconds: float) -> bool:
-        """Returns whether it has done nothing for so long."""
+        """Returns whether it has been idle for so long."""
         before = self._measured
         passed = self._silent - before.silent
         if passed < seconds:
@@ -269,7 +269,7 @@ class _Rank:
 
     def _work(self) -> _Work:
         times, transferred = self._process.cpu_times(), 0
-        with contextlib.suppress(psutil.AccessDenied, AttributeError):  # Not every system tells.
+        with contextlib.suppress(psutil.AccessDenied, AttributeError):  # Not every system reports this.
             transferred = sum(self._process.io_counters()[2:])
         return _Work(self._silent, times.user + times.system, transferred)
 

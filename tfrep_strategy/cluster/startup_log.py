@@ -1,4 +1,4 @@
-"""What TensorFlow logs while it starts, which is kept out of what this package prints. Nothing here loads TensorFlow."""
+"""Keeps TensorFlow's log of its start out of this package's output. Nothing here loads TensorFlow."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 from tfrep_strategy.cluster.hardware import gpus_are_visible
 
-# Every start has these: two libraries register one thing. They are errors and warnings by their mark only.
+# Every start logs these: two libraries register the same thing. Only their mark makes them errors and warnings.
 _NEVER_TRUE = r"|.*(Unable to register cu(FFT|DNN|BLAS) factory|computation placer already registered)"
 _TRUE_WITH_A_GPU = r"|.*failed call to cuInit"
 
-# A process of its own, which also passes on the last words of a process that dies while TensorFlow starts.
+# A separate process, which also passes on the last words of a process that dies while TensorFlow starts.
 _PASS_ON = """
 import re, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -48,10 +48,10 @@ def log_lines(levels: str) -> str:
 
 @contextlib.contextmanager
 def quiet_start() -> Iterator[None]:
-    """Takes what TensorFlow logs while it starts, and is no error, out of this process's standard error.
+    """Removes TensorFlow's log of its start, except for errors, from this process's standard error.
 
     TensorFlow's libraries write some lines before they read `TF_CPP_MIN_LOG_LEVEL`. Later the variable decides: it is set
-    to 1 (no information) unless the user has set it. If the user has set it to 0, nothing is taken out.
+    to 1 (no information) unless the user has set it. If the user has set it to 0, nothing is removed.
 
     Example:
         >>> with quiet_start():
@@ -60,7 +60,7 @@ def quiet_start() -> Iterator[None]:
     if os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1") == "0":
         yield
         return
-    # With a GPU, a warning may say why TensorFlow does not use it.
+    # With a GPU, a warning may explain why TensorFlow does not use it.
     chatter = (log_lines("I") if gpus_are_visible() else log_lines("IW") + _TRUE_WITH_A_GPU) + _NEVER_TRUE
     sys.stderr.flush()
     own = os.dup(2)

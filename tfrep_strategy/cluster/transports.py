@@ -1,4 +1,4 @@
-"""Names the transports, finds those that are installed, and chooses the one for "auto". It does not load TensorFlow."""
+"""Names the transports, finds the installed ones, and chooses one for "auto". It does not load TensorFlow."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HOROVOD_TRANSPORTS = {"gloo": "14GlooController", "mpi": "13MPIController", "ncc
 def register_communicator(name: str, factory: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Gives a transport a name, for `MultiWorkerStrategy(communicator=name)` and `TFREP_COMMUNICATOR`.
 
-    A process knows the names that its own program has registered. An installed package can name a transport for all
+    A process knows only the names that its own program has registered. An installed package can name a transport for all
     processes, and for `tfrep run --communicator`, with an entry point: `mine = "package.module:Mine"` in the group
     `tfrep_strategy.communicators`.
 
@@ -41,7 +41,7 @@ def register_communicator(name: str, factory: Callable[[Any], Any]) -> Callable[
         The factory.
 
     Raises:
-        ConfigurationError: The name is taken or is no text, or the factory cannot be called.
+        ConfigurationError: The name is taken or is not text, or the factory cannot be called.
 
     Example:
         >>> class Alone(tfrep.communicators.SingleCommunicator):
@@ -71,7 +71,7 @@ def register_communicator(name: str, factory: Callable[[Any], Any]) -> Callable[
 
 
 def installed_communicators() -> list[str]:
-    """Returns the names that every process on this machine knows: this package's, and those of installed packages."""
+    """Returns the names that every process on this machine knows, from this package and from installed ones."""
     return [*OWN_COMMUNICATORS, *sorted(_installed())]
 
 
@@ -100,7 +100,7 @@ def factory_of(name: str) -> Callable[[Any], Any]:
 
 
 def wanted_communicator() -> str:
-    """Returns the communicator that `TFREP_COMMUNICATOR` names; without it "auto".
+    """Returns the communicator that `TFREP_COMMUNICATOR` names; "auto" by default.
 
     Raises:
         ConfigurationError: This process knows no such name.
@@ -116,7 +116,7 @@ def wanted_communicator() -> str:
 
 
 def unknown_communicator(name: Any, known: Collection[str], setting: str = "communicator") -> ConfigurationError:
-    """Returns the error for a name that is not known, of an argument or an environment variable."""
+    """Returns the error for an unknown name, of an argument or an environment variable."""
     return ConfigurationError(
         message(
             "Unknown communicator.",
@@ -165,18 +165,18 @@ def choose_communicator(
 ) -> Choice:
     """Chooses the communicator for "auto", for `tfrep run`, the strategies and `tfrep doctor` alike.
 
-    On CPUs of one machine it chooses common memory, which is the fastest for up to `MOST_SHARING` processes. On GPUs it chooses
+    On CPUs of one machine it chooses shared memory, which is the fastest for up to `MOST_SHARING` processes. On GPUs it chooses
     Horovod only with NCCL. Without NCCL, Horovod would send every gradient through the CPU.
 
     Args:
         horovod: The transports in Horovod, from `horovod_transports`; None if Horovod is not installed.
         gpus: Whether the replicas are on GPUs.
         reachable: The communicators that can connect the processes. A launcher can offer both. If a process knows the
-            addresses of all others, it is "tf"; if it was started for Horovod, it is "horovod". It is "mpi" if `mpirun` tells
+            addresses of all others, it is "tf"; if it was started for Horovod, it is "horovod". It is "mpi" if `mpirun` gives
             no addresses, Horovod has no MPI, and mpi4py loads.
-        size: How many processes take part.
-        open_because: Why everybody could connect to TensorFlow's servers on this machine; None if it can confine them.
-        apart_because: Why the processes cannot talk through common memory; None if they can.
+        size: Number of processes.
+        open_because: Why every program could connect to TensorFlow's servers on this machine; None if it can confine them.
+        apart_because: Why the processes cannot use shared memory; None if they can.
 
     Returns:
         The choice.
@@ -214,7 +214,7 @@ def choose_communicator(
 
 
 def no_common_memory(problem: str, communicator: str) -> str:
-    """Returns the line that tells why processes of one machine do not talk through common memory.
+    """Returns the warning for processes of one machine that cannot use shared memory.
 
     Example:
         >>> no_common_memory("the system refuses it", "tf")

@@ -1,7 +1,7 @@
 """The watcher: a small process beside a rank that no launcher of this package has started.
 
-It looks at its rank as a launcher would. It kills a rank that is stopped or silent for too long, and first says so to the other
-ranks, on connections that its rank has lent it.
+It observes its rank as a launcher would. It kills a rank that is stopped or silent for too long, and first tells the other ranks on
+connections that its rank has lent it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _SEND_SECONDS = 2
 
 
 class Watcher:
-    """Has a process look at this one from outside, until all who asked for it have called `close`, or this process ends.
+    """A process that observes this one from outside, until every user has called `close`, or this process ends.
 
     Args:
-        name: What this process is called in messages, with its number for `{}`.
+        name: The name of this process in messages, with its number for `{}`.
         number: The number.
 
     Example:
@@ -55,11 +55,11 @@ class Watcher:
                 module_command(__name__, json.dumps(about)),
                 stdin=its.fileno(),
                 stdout=subprocess.DEVNULL,
-                start_new_session=True,  # What stops all processes of a terminal does not stop it.
+                start_new_session=True,  # A signal that stops all processes of a terminal does not stop it.
             )
 
     def lend(self, connection: Connection) -> None:
-        """Lends it a connection to another rank. It says there why it kills this one: `("frozen", number, what was seen)`.
+        """Lends it a connection to another rank, for the reason of a kill: `("frozen", number, the observed state)`.
 
         Args:
             connection: Must be ended with `hang_up`, since it is open in both processes.
@@ -68,8 +68,8 @@ class Watcher:
             socket.send_fds(self._own, [b"."], [connection.fileno()])
 
     def close(self) -> None:
-        """Ends it, if nobody else of this process has asked for it."""
-        if os.getpid() != self._pid:  # A fork, which others watch, or nobody.
+        """Ends it, unless others in this process still use it."""
+        if os.getpid() != self._pid:  # A fork is not observed by this watcher.
             return
         with _lock:
             self.users -= 1
@@ -88,7 +88,7 @@ _of_this_process: dict[tuple[str, int], Watcher] = {}
 
 
 def _forget() -> None:
-    """In a fork: the watchers of the parent look at the parent."""
+    """Forgets the watchers in a fork: they observe the parent."""
     global _lock
     _lock = threading.Lock()
     _of_this_process.clear()
@@ -98,19 +98,19 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def start_watcher(name: str, number: int) -> Watcher | None:
-    """Starts a watcher, unless a launcher of this package looks at this process, or `TFREP_TIMEOUT=0` lets others wait.
+    """Starts a watcher, unless a launcher of this package observes this process, or `TFREP_TIMEOUT=0` lets others wait.
 
-    The strategies of a process have one watcher together.
+    The strategies of a process share one watcher.
 
     Args:
-        name: What this process is called in messages, with its number for `{}`.
+        name: The name of this process in messages, with its number for `{}`.
         number: The number.
 
     Returns:
-        The watcher. None, with a warning, if the system allows no other process.
+        The watcher. None, with a warning, if the system does not allow another process.
 
     Raises:
-        ConfigurationError: `TFREP_TIMEOUT` or `TFREP_SILENCE_TIMEOUT` is no number of seconds.
+        ConfigurationError: `TFREP_TIMEOUT` or `TFREP_SILENCE_TIMEOUT` is not a number of seconds.
 
     Example:
         >>> os.environ["TFREP_TIMEOUT"] = "0"
@@ -135,7 +135,7 @@ def main(arguments: Sequence[str], own_path: Sequence[str]) -> None:
     """Runs the watcher from start to end.
 
     Args:
-        arguments: The folder of the signs, the name, the number and the id of the process to look at, as JSON.
+        arguments: The folder of the signs, the name, the number and the id of the observed process, as JSON.
         own_path: Unused.
     """
     del own_path
@@ -150,7 +150,7 @@ def main(arguments: Sequence[str], own_path: Sequence[str]) -> None:
 
 
 def _look(watch: Watch, number: int, pid: int, lent: list[int]) -> Frozen | None:
-    """Looks until the process ends, or its time is over. Notes the connections that it lends."""
+    """Looks until the process ends, or its time is over. Collects the connections that it lends."""
     with socket.socket(fileno=os.dup(0)) as parent:
         while os.getppid() == pid:
             if select.select([parent], [], [], LOOK_SECONDS)[0]:
@@ -164,7 +164,7 @@ def _look(watch: Watch, number: int, pid: int, lent: list[int]) -> Frozen | None
 
 
 def _end(frozen: Frozen, name: str, pid: int, lent: Sequence[int]) -> None:
-    """Says why the process is killed, and kills it."""
+    """Sends the reason to the other ranks, and kills the process."""
     for descriptor in lent:
         with contextlib.suppress(OSError), Connection(descriptor) as connection:
             with socket.socket(fileno=os.dup(descriptor)) as own:

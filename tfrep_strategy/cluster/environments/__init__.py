@@ -45,11 +45,11 @@ _own = frozenset(_environments)
 
 
 def detect_environment() -> Environment:
-    """Finds out what started this process.
+    """Detects the launcher of this process.
 
     The first environment that detects itself is used. The order is: registered environments (the latest first), Horovod,
-    MPI, `TF_CONFIG`, torchrun's variables, a TrainJob, an indexed Job, Slurm, a single process. One that says that this
-    process is alone, while another one says that it is one of several, is refused. A registered environment is believed.
+    MPI, `TF_CONFIG`, torchrun's variables, a TrainJob, an indexed Job, Slurm, a single process. An environment of a single process
+    is refused if another one describes several processes. A registered environment is trusted.
 
     Returns:
         The environment, checked.
@@ -84,7 +84,7 @@ def _check_alone(found: Environment) -> None:
 
 
 def _described() -> Iterator[Environment]:
-    """Yields all environments that detect themselves and can be read. Kubernetes tells the pods of any job their index."""
+    """Yields all readable environments that detect themselves. Kubernetes gives pods of any job their index."""
     for kind in cast("list[Any]", _environments):
         with contextlib.suppress(ConfigurationError):
             if kind.detect():
@@ -92,7 +92,7 @@ def _described() -> Iterator[Environment]:
 
 
 def kind_of_environment() -> type[Environment]:
-    """Returns the class of the environment that started this process, without reading what it describes.
+    """Returns the class of the environment that started this process, without reading its description.
 
     Example:
         >>> kind_of_environment().name
@@ -130,7 +130,7 @@ def identity_variables() -> set[str]:
     """Returns the names of all variables that describe a process in some environment.
 
     Returns:
-        The names. A launcher does not pass these variables on, so that its processes see no description of another run.
+        The names. A launcher does not pass these variables on, so that its processes do not see the description of another run.
 
     Example:
         >>> "TF_CONFIG" in identity_variables()

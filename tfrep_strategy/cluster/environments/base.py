@@ -1,6 +1,6 @@
 """The contract of an environment: the rank of this process, the number of processes, and their hosts and addresses.
 
-The environment of a single process.
+Also the environment of a single process.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Environment(ABC):
 
     Args:
         rank: Rank of this process, from 0.
-        size: How many processes take part.
-        hosts: The machine of each rank; an empty string where it is not known. Default: this one for all ranks that are
-            certain to be here, which needs `local_rank` and `local_size`.
+        size: Number of processes.
+        hosts: The machine of each rank; an empty string for unknown ones. Default: this machine for all ranks that are
+            certainly here, which needs `local_rank` and `local_size`.
         addresses: `"host:port"` of each rank; None if the environment knows no ports.
-        rendezvous: `"host:port"` of rank 0, where ranks that know no addresses may meet; None if that is not known either.
+        rendezvous: `"host:port"` of rank 0, where ranks without addresses may meet; None if that is unknown.
         local_rank: Rank of this process among those on its machine. Default: counted from `hosts`.
-        local_size: How many of the processes are on this machine. Default: counted from `hosts`.
+        local_size: Number of processes on this machine. Default: counted from `hosts`.
 
     Raises:
         ConfigurationError: The arguments contradict each other.
@@ -51,7 +51,7 @@ class Environment(ABC):
     """Short name, shown to users."""
 
     variables: ClassVar[tuple[str, ...]] = ()
-    """Environment variables that describe a process. A launcher removes them before it starts processes of its own."""
+    """Environment variables that describe a process. A launcher removes them before it starts other processes."""
 
     @classmethod
     @abstractmethod
@@ -112,7 +112,7 @@ class Environment(ABC):
 
     @property
     def size(self) -> int:
-        """How many processes take part."""
+        """Number of processes."""
         return self._size
 
     @property
@@ -122,38 +122,38 @@ class Environment(ABC):
 
     @property
     def local_size(self) -> int:
-        """How many of the processes are on this machine."""
+        """Number of the processes on this machine."""
         return self._local_size
 
     @property
     def hosts(self) -> list[str]:
-        """The machine of each rank; an empty string where it is not known."""
+        """The machine of each rank; an empty string for unknown ones."""
         return list(self._hosts)
 
     @property
     def rendezvous(self) -> str | None:
-        """`"host:port"` where ranks meet that know no addresses; None if they know them, or know no such place."""
+        """`"host:port"` where ranks without addresses meet; None if they have addresses, or there is no such place."""
         return self._place.address if self._place else None
 
     @property
     def run_name(self) -> str:
-        """What tells the ranks of this run from all other processes on this machine; empty if nothing does."""
+        """An id of the run that no other processes on this machine have; empty if there is none."""
         return self.rendezvous or " ".join(self._addresses or ())
 
     @property
     def can_tell_addresses(self) -> bool:
-        """Whether `addresses` are known, or can be got by a meeting."""
+        """Whether `addresses` are known, or can be exchanged at a rendezvous."""
         return self._addresses is not None or self._place is not None
 
     @property
     def addresses(self) -> list[str] | None:
         """`"host:port"` of each rank; None if the environment knows no ports.
 
-        If the environment knows a rendezvous only, the ranks meet there when this is first read. Then every rank must read it.
+        If the environment knows only a rendezvous, the ranks meet there when this is first read. Then every rank must read it.
 
         Raises:
-            ConfigurationError: The ranks that meet do not fit: two have one number, or their versions differ.
-            PeerError: Not all ranks come to the rendezvous in time.
+            ConfigurationError: The ranks do not fit together: two have the same number, or their versions differ.
+            PeerError: Not all ranks arrive at the rendezvous in time.
         """
         if self._addresses is None and self._place is not None:
             self._addresses = addresses_of_ranks(self._place)
@@ -179,17 +179,17 @@ class Environment(ABC):
 
 
 def master_address(prefix: str = "", after: int = 0) -> str:
-    """Reads where ranks meet from `MASTER_ADDR` and `MASTER_PORT`.
+    """Reads the address of the rendezvous from `MASTER_ADDR` and `MASTER_PORT`.
 
     Args:
-        prefix: What the names of the variables begin with.
-        after: How many ports after `MASTER_PORT`.
+        prefix: A prefix of the names of the variables.
+        after: Offset to `MASTER_PORT`.
 
     Returns:
         The address, `"host:port"`.
 
     Raises:
-        ConfigurationError: A variable is missing, or the port is none.
+        ConfigurationError: A variable is missing, or the port is not valid.
 
     Example:
         >>> os.environ.update(MASTER_ADDR="node1", MASTER_PORT="29500")
@@ -200,16 +200,16 @@ def master_address(prefix: str = "", after: int = 0) -> str:
 
 
 def known_hosts(rank: int, size: int, local_size: int, host: str) -> list[str]:
-    """Returns the hosts of all ranks as far as a process knows them that knows only its own.
+    """Returns the hosts of all ranks as known to a process that knows only its own.
 
     Args:
         rank: Rank of this process.
-        size: How many processes take part.
-        local_size: How many of them are on this machine.
+        size: Number of processes.
+        local_size: Number of processes on this machine.
         host: Name of this machine.
 
     Returns:
-        `host` for every rank if all are on this machine. Else `host` for this rank, and an empty string for the others.
+        `host` for every rank if all are on this machine. Otherwise `host` for this rank, and an empty string for the others.
 
     Example:
         >>> known_hosts(1, 3, 1, "b")
@@ -254,7 +254,7 @@ def _checked_addresses(given: Sequence[str], size: int, environment: str) -> lis
 
 
 class SingleEnvironment(Environment):
-    """The environment of a process that no launcher has started together with others.
+    """The environment of a process that no launcher has started with others.
 
     Example:
         >>> SingleEnvironment().size
@@ -265,7 +265,7 @@ class SingleEnvironment(Environment):
 
     @classmethod
     def detect(cls) -> bool:
-        """Returns True: this environment is asked last."""
+        """Returns True, because this environment is checked last."""
         return True
 
     def __init__(self) -> None:

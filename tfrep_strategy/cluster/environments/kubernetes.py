@@ -57,7 +57,7 @@ _ONE_PROCESS = ("", "1", "auto", "cpu")
 class TrainJobEnvironment(Environment):
     """Reads `PET_NODE_RANK`, `PET_NNODES`, `PET_MASTER_ADDR`, `PET_MASTER_PORT` and `PET_NPROC_PER_NODE`.
 
-    Each pod is a rank, also with `auto`, which the Trainer sets by default. If the job asks for several processes in a pod, or
+    Each pod is a rank, also with `auto`, the default of the Trainer. If the job asks for several processes in a pod, or
     with `gpu` for one on each of several GPUs, `tfrep run` starts them there.
 
     Raises:
@@ -74,12 +74,12 @@ class TrainJobEnvironment(Environment):
 
     @classmethod
     def detect(cls) -> bool:
-        """Returns whether the number of this pod is set, or how many there are."""
+        """Returns whether the number of this pod, or the number of pods, is set."""
         return "PET_NODE_RANK" in os.environ or "PET_NNODES" in os.environ
 
     @staticmethod
     def processes() -> int:
-        """Returns how many processes `tfrep run` is to start in this pod; 0 if the pod is one process."""
+        """Returns the number of processes that `tfrep run` starts in this pod; 0 if the pod is one process."""
         asked = os.environ.get("PET_NPROC_PER_NODE", "")
         if asked == "gpu":
             count = len(driver_gpus())

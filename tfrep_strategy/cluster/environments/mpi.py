@@ -17,10 +17,10 @@ _FIRST_PORT, _PORTS = 30_000, 2_700
 class MpiEnvironment(Environment):
     """Reads `OMPI_COMM_WORLD_*`, else `MV2_COMM_WORLD_*`, else `PMI_*` with Hydra's `MPI_LOCALRANKID` and `MPI_LOCALNRANKS`.
 
-    A launcher that sets `PMIX_RANK` only, such as `prun`, does not tell how many ranks there are. Then you set `PMI_SIZE`.
+    A launcher that sets only `PMIX_RANK`, such as `prun`, does not report the number of ranks. Then you set `PMI_SIZE`.
 
-    MPI tells a process its own host only. To get each other's addresses, ranks on several machines meet at `MASTER_ADDR` and
-    `MASTER_PORT`, if you set these. Ranks on one machine meet on a port that follows from Open MPI's number of the job.
+    MPI tells a process only its own host. To get each other's addresses, ranks on several machines meet at `MASTER_ADDR` and
+    `MASTER_PORT`, if you set these. Ranks on one machine meet on a port derived from Open MPI's number of the job.
 
     Raises:
         ConfigurationError: A variable is missing, or its value is not valid.
@@ -98,7 +98,7 @@ def _rendezvous(one_machine: bool) -> str | None:
 class HorovodEnvironment(Environment):
     """Reads `HOROVOD_RANK`, `HOROVOD_SIZE`, `HOROVOD_LOCAL_RANK`, `HOROVOD_LOCAL_SIZE` and `HOROVOD_HOSTNAME`.
 
-    Horovod tells a process its own host only. The hosts of ranks on other machines stay empty.
+    Horovod tells a process only its own host. The hosts of ranks on other machines stay empty.
 
     Raises:
         ConfigurationError: A variable is missing, or its value is not valid.
@@ -144,5 +144,5 @@ class HorovodEnvironment(Environment):
 
     @property
     def run_name(self) -> str:
-        """Where the ranks look each other up."""
+        """The address where the ranks look each other up."""
         return " ".join(os.environ.get(f"HOROVOD_GLOO_RENDEZVOUS_{part}", "") for part in ("ADDR", "PORT")).strip()

@@ -16,7 +16,7 @@ from tfrep_strategy.errors import ConfigurationError, message
 # ports that Linux assigns by itself (32768 and up).
 _FIRST_PORT, _PORTS = 10_000, 20_000
 _FEWEST = 16
-"""How many ports of a node a step has at least, so that jobs of various sizes have ports of their own, too."""
+"""The smallest number of ports for a step on a node, so that jobs of various sizes have separate ports."""
 
 _INTERACTIVE_STEP = "4294967290"
 """Number of the step in which Slurm runs the shell of `salloc`."""
@@ -119,7 +119,7 @@ def expand_nodes(text: str) -> list[str]:
     names: list[str] = []
     for pattern in re.findall(r"(?:[^\[\],]|\[[^\]]*\])+", text):
         pieces = re.findall(r"\[([^\]]*)\]|([^\[\]]+)", pattern)
-        # Both come first: a few digits stand for millions of names.
+        # Checked before expanding: a few digits may stand for millions of names.
         if sum(len(plain) or 1 for _, plain in pieces) > _LONGEST_NAME:
             raise refusal
         counts = [sum(len(numbers) for numbers, _ in _ranges(ranges)) for ranges, _ in pieces if ranges]
@@ -162,7 +162,7 @@ def _expand_ranges(text: str) -> list[str]:
 
 
 def _ranges(text: str) -> Iterator[tuple[range, int]]:
-    """Yields the numbers of each range, and how many digits they have at least."""
+    """Yields the numbers of each range, and their minimum number of digits."""
     for part in text.split(","):
         first, _, last = part.partition("-")
         yield range(int(first), int(last or first) + 1), len(first)
@@ -178,7 +178,7 @@ def _spread(nodes: list[str], counts: list[int], *, cyclic: bool) -> Iterator[st
 def _in_shell() -> bool:
     """Returns whether this process belongs to a shell that `salloc` or `srun --pty` has started for a user.
 
-    Tasks that `srun` starts from that shell inherit `SLURM_PTY_PORT`, but their standard input is no terminal.
+    Tasks that `srun` starts from that shell inherit `SLURM_PTY_PORT`, but their standard input is not a terminal.
     """
     if os.environ.get("SLURM_STEP_ID") == _INTERACTIVE_STEP:
         return True
@@ -194,7 +194,7 @@ def _is_batch_script() -> bool:
 
 
 def _even(size: int, nodes: int) -> str:
-    """Returns tasks per node if Slurm does not set them: as equal as possible, with one more on the first nodes."""
+    """Returns tasks per node if Slurm does not set them: as equal as possible, with the remainder on the first nodes."""
     return ",".join(str(size // nodes + (index < size % nodes)) for index in range(nodes))
 
 
@@ -203,10 +203,10 @@ def _first(*names: str, default: str) -> str:
 
 
 def _first_port(count: int) -> int:
-    """Returns the first port of this step on each node. Steps and jobs that follow each other, as those of an array, share none.
+    """Returns the first port of this step on each node. Consecutive steps and jobs, as those of an array, have different ports.
 
     Args:
-        count: How many ports the step needs on a node.
+        count: Number of ports that the step needs on a node.
     """
     block = max(_FEWEST, 1 << (count - 1).bit_length())
     job, step = variable(int, "SLURM_JOB_ID", "SLURM_JOBID", default=0), variable(int, "SLURM_STEP_ID", default=0)

@@ -98,7 +98,7 @@ class _Task(BaseModel):
 
 
 class TfConfig(BaseModel):
-    """What `TF_CONFIG` says of this process. Jobs that have no rank may be described in part, and are not checked."""
+    """The content of `TF_CONFIG`. Jobs without ranks may be described in part, and are not checked."""
 
     cluster: _Cluster
     task: _Task

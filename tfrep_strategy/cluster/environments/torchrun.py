@@ -13,10 +13,10 @@ class TorchrunEnvironment(Environment):
     """Reads `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`.
 
     The ranks meet at `MASTER_ADDR` to get each other's addresses. Torchrun itself listens on `MASTER_PORT`, and sets
-    `TORCHELASTIC_USE_AGENT_STORE`. They then meet on the next port.
+    `TORCHELASTIC_USE_AGENT_STORE`. The ranks then meet on the next port.
 
-    Without `LOCAL_RANK` all ranks are on this machine if `MASTER_ADDR` is its loopback address, else each is on a machine of
-    its own.
+    Without `LOCAL_RANK` all ranks are on this machine if `MASTER_ADDR` is its loopback address; otherwise each is on a separate
+    machine.
 
     Raises:
         ConfigurationError: A variable is missing, or its value is not valid.

@@ -26,13 +26,13 @@ from tfrep_strategy.core.validation import made_folder
 from tfrep_strategy.errors import ConfigurationError, TfrepError, message
 
 HOROVOD_VERSION = "0.28.1"
-"""The release that is built."""
+"""The release to build."""
 
 EXTRAS = ("mpi", "nccl")
 """The transports that can be built in besides Gloo."""
 
 PROBE_SECONDS = 120.0
-"""How long the import of Horovod may take."""
+"""The time limit for importing Horovod."""
 
 _PYTHON_NEEDS = ("cloudpickle", "psutil", "pyyaml", "packaging")
 _ERROR = re.compile(r"\berror: |^\s*CMake Error|undefined reference to|\bnvcc fatal", re.IGNORECASE)
@@ -57,7 +57,7 @@ class HorovodStatus:
     Attributes:
         version: Its version; None if it is not installed.
         built_in: The transports that it was built with.
-        problem: Why it cannot be used; empty if it can.
+        problem: The reason why it cannot be used; empty if it can.
     """
 
     version: str | None
@@ -65,7 +65,7 @@ class HorovodStatus:
     problem: str = ""
 
     def describe(self) -> str:
-        """Describes it in one line or two.
+        """Describes the state in one or two lines.
 
         Returns:
             The text.
@@ -145,7 +145,7 @@ def build_wheel(extras: Iterable[str] = (), cache_dir: str | os.PathLike[str] | 
 
 
 def cache_folder(wanted: str | os.PathLike[str] | None = None) -> Path:
-    """Returns the folder of what is kept between runs.
+    """Returns the folder of files that are kept between runs.
 
     Args:
         wanted: Another folder. Default: `TFREP_CACHE_DIR`, or the user's cache folder.
@@ -161,7 +161,7 @@ def cache_folder(wanted: str | os.PathLike[str] | None = None) -> Path:
 
 
 def install_wheel(wheel: Path) -> None:
-    """Installs a wheel of Horovod and the Python packages that it needs, and changes no other package.
+    """Installs a wheel of Horovod and the Python packages that it needs. It changes no other package.
 
     Args:
         wheel: From `build_wheel`.
@@ -181,7 +181,7 @@ def _key(extras: Sequence[str]) -> str:
 
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
     built_in = ["gloo", *extras]
-    if "mpi" in extras:  # One library cannot talk through another's.
+    if "mpi" in extras:  # MPI libraries are not compatible with each other.
         mpicxx = _which("mpicxx")  # `_check_tools` refuses to build without one.
         shown = subprocess.run([mpicxx, "-show"], capture_output=True, check=False).stdout if mpicxx else b""
         built_in += [hashlib.sha256(shown).hexdigest()[:8]]

@@ -1,4 +1,4 @@
-"""The rendezvous of Horovod's Gloo: a server where ranks leave their addresses for each other, and what leads them there."""
+"""The rendezvous of Horovod's Gloo: a server where ranks leave their addresses for each other, and the variables that name it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SECRET = "HOROVOD_GLOO_RENDEZVOUS_SECRET"
 """The variable in which a rank finds the secret."""
 
 _MOST_AT_ONCE = 256
-"""How many may be silent at once. When one more comes, the one that has waited longest has to go."""
+"""Most silent connections at once. When one more comes, the oldest is closed."""
 
 
 def horovod_version() -> str:
@@ -44,7 +44,7 @@ def horovod_version() -> str:
 
 
 def new_secret() -> str:
-    """Returns a secret for a run; none, which is empty, if the installed Horovod cannot show it.
+    """Returns a secret for a run. It is empty if the installed Horovod cannot send one.
 
     Example:
         >>> len(new_secret()) in (0, 32)
@@ -54,7 +54,7 @@ def new_secret() -> str:
 
 
 def warn_of_open_ranks() -> None:
-    """Says what everybody can do who reaches ranks of the installed Horovod, if it is not the one that asks for a secret.
+    """Warns that every program that reaches the ranks can change their gradients, unless the installed Horovod asks for a secret.
 
     Example:
         >>> warn_of_open_ranks()
@@ -69,9 +69,9 @@ def horovod_server(address: str, port: int, secret: str, guard: Callable[[socket
     """Opens Horovod's rendezvous server.
 
     Args:
-        address: Where to listen; if it is none of this machine's, on all interfaces.
+        address: The address to listen at, or all interfaces if this machine does not have it.
         port: The port; 0 for a free one.
-        secret: What each request has to show; anybody is heard if it is empty.
+        secret: The secret that each request must show. If it is empty, every request is answered.
         guard: Called with the socket before it listens.
 
     Raises:
@@ -96,10 +96,10 @@ def horovod_server(address: str, port: int, secret: str, guard: Callable[[socket
 
     class Server(RendezvousHTTPServer):
         request_queue_size = 1024
-        daemon_threads = True  # Who is silent does not keep the run from ending.
+        daemon_threads = True  # A silent connection does not keep the run from ending.
 
         def __init__(self) -> None:
-            self._silent: dict[socket.socket, None] = {}  # In the order in which they came.
+            self._silent: dict[socket.socket, None] = {}  # The oldest first.
             self._lock = threading.Lock()
             super().__init__((address, port), Handler, False)
 
@@ -133,13 +133,13 @@ def horovod_server(address: str, port: int, secret: str, guard: Callable[[socket
             super().shutdown_request(request)
 
         def handle_error(self, request: socket.socket, client_address: Any) -> None:
-            """Says nothing: another program may connect, send anything, and leave."""
+            """Does nothing: another program may connect, send anything and leave."""
 
     return Server()
 
 
 def slots_of(hosts: Sequence[str]) -> list[Any]:
-    """Returns Horovod's slots: the place of each rank in the run, on its machine, and among the machines.
+    """Returns Horovod's slots: the place of each rank in the run, on its machine and among the machines.
 
     Args:
         hosts: The machine of each rank.
@@ -168,11 +168,11 @@ def variables_of(slots: Sequence[Any], address: str, port: int, interface: str, 
     """Returns the environment variables of some ranks of one machine.
 
     Args:
-        slots: Of these ranks.
-        address: Where the rendezvous is.
+        slots: The slots of these ranks.
+        address: The host of the rendezvous.
         port: Its port.
-        interface: Through which interface of the machine its ranks talk.
-        secret: What the rendezvous wants to be shown.
+        interface: The network interface through which these ranks communicate.
+        secret: The secret that the rendezvous requires.
 
     Example:
         >>> [variables] = variables_of(slots_of(["localhost"]), "127.0.0.1", 2222, "lo", "sesame")
@@ -190,11 +190,11 @@ def served(slots: Sequence[Any], address: str, port: int, networks: Sequence[Net
     """Serves the rendezvous while the body runs.
 
     Args:
-        slots: Of all ranks.
-        address: Where to listen; if it is none of this machine's, on all interfaces.
+        slots: The slots of all ranks.
+        address: The address to listen at, or all interfaces if this machine does not have it.
         port: The port; 0 for a free one.
-        networks: Whose addresses may connect, where others than this machine can.
-        secret: What each request has to show; anybody is heard if it is empty.
+        networks: The networks that may connect, if other machines can.
+        secret: The secret that each request must show. If it is empty, every request is answered.
 
     Yields:
         The port.
@@ -233,7 +233,7 @@ def interface_of(address: str) -> str:
     """Returns the name of the interface that has an address of this machine.
 
     Raises:
-        ConfigurationError: None has it.
+        ConfigurationError: No interface has it.
 
     Example:
         >>> interface_of("127.0.0.1")
@@ -256,10 +256,10 @@ def on_this_machine(size: int) -> Iterator[list[dict[str, str]]]:
     """Serves the rendezvous of ranks that are all on this machine, on its loopback interface.
 
     Args:
-        size: How many ranks there are.
+        size: Number of ranks.
 
     Yields:
-        The variables of each.
+        The variables of each rank.
 
     Example:
         >>> with on_this_machine(2) as variables:

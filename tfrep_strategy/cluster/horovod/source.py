@@ -1,4 +1,4 @@
-"""Changes the source of Horovod's last release: it builds with current TensorFlow, Python and CUDA, and ranks take no strangers.
+"""Changes the source of Horovod's last release, so that it builds with current TensorFlow, Python and CUDA, and needs a secret.
 
 The lines of Horovod and Gloo are quoted under the licences of those projects, see NOTICE.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 from tfrep_strategy.errors import TfrepError, message
 
 MARK = "+tfrep"
-"""How the version of a Horovod ends that was built from the changed source."""
+"""The end of the version of a Horovod that was built from the changed source."""
 
 _GPU_STREAM = """#endif // TENSORFLOW_VERSION >= 2011000000
 namespace stream_executor {
@@ -138,7 +138,7 @@ _ASKS_WITH_SECRET = """      std::vector<std::string> headers;
 """
 
 ADDED = {f"{_TCP}/door.h": Path(__file__).with_name("door.h").read_text("utf-8")}
-"""New files, and what they contain."""
+"""New files and their content."""
 
 CHANGES = {
     "horovod/__init__.py": {"__version__ = '0.28.1'": f"__version__ = '0.28.1{MARK}'"},
@@ -157,14 +157,14 @@ CHANGES = {
         # Skips a library for TensorFlow with an older C++ ABI, which no longer exists. It would double the time of nvcc.
         "add_library(compatible_horovod_cuda_kernels ": "add_library(compatible_horovod_cuda_kernels EXCLUDE_FROM_ALL ",
     },
-    # A process set would use the interface that the name of the host leads to, and not the one that Horovod was told.
+    # A process set would use the interface of the host's name instead of the one that Horovod was given.
     "horovod/common/gloo/gloo_context.cc": {_OWN_INTERFACE: _OWN_INTERFACE.replace("gloo_iface_", "global_context.gloo_iface_")},
-    # A rank asks the rendezvous with the secret of the run. Without it, every program on the machine would learn the addresses.
+    # A rank shows the run's secret to the rendezvous. Without it, every program on the machine could read the addresses.
     "horovod/common/gloo/http_store.cc": {
         "#include <cstring>\n": "#include <cstdlib>\n#include <cstring>\n",
         _ASKS_RENDEZVOUS: _ASKS_WITH_SECRET,
     },
-    # A pair takes only its peer. The address of each pair contains a pass, which the peer shows (`door.h`).
+    # A pair accepts only its peer. The address of each pair contains a pass, which the peer shows (`door.h`).
     f"{_TCP}/address.h": {
         '#include "gloo/transport/address.h"\n': '#include "gloo/transport/address.h"\n#include "gloo/transport/tcp/door.h"\n',
         "  sequence_number_t getSeq() const {\n": (
@@ -199,8 +199,8 @@ CHANGES = {
         _KNOCKS: _KNOCKS_AND_HEARS,
         "      case LISTENING:\n": "      case LISTENING:\n        door_.reset();\n",
     },
-    # Horovod intends to contain the CUDA runtime of its compiler. TensorFlow's library exports functions of the same names.
-    # Horovod would call them instead, and so the runtime of another CUDA version.
+    # Horovod means to contain its compiler's CUDA runtime. TensorFlow's library exports functions of the same names, so Horovod
+    # would call the runtime of another CUDA version.
     "CMakeLists.txt": {
         'if(NCCL_LIBRARY_FILE_NAME MATCHES "static" AND lowercase_CMAKE_CUDA_RUNTIME_LIBRARY': (
             "if(lowercase_CMAKE_CUDA_RUNTIME_LIBRARY"
@@ -221,7 +221,7 @@ def change_source(source: Path) -> None:
         source: The folder of the unpacked release.
 
     Raises:
-        TfrepError: A file does not contain a text to change exactly once.
+        TfrepError: A text to change does not occur exactly once in its file.
     """
     for name, changes in CHANGES.items():
         text = (source / name).read_text("utf-8")

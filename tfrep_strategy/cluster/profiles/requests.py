@@ -1,8 +1,7 @@
-"""Which steps of a run are traced, how its processes are asked to trace themselves, and the command that asks.
+"""Requests for traces: the steps of a run to trace, and the command that asks running processes to trace themselves.
 
-How the processes of a run on this machine are asked to trace themselves: by a file in a folder of their user.
-Each process has a thread that looks for the file twice a second, and traces for as long as the file is there. So a step costs
-nothing, and no port is open. Only those who answer load TensorFlow.
+The request is a file in a folder of the user on this machine. Each process has a thread that looks for the file twice a second, and
+traces for as long as the file exists. So a step costs nothing, and no port is open. Only the traced processes load TensorFlow.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from tfrep_strategy.core.validation import ProfiledSeconds, checked, variable, w
 from tfrep_strategy.errors import ConfigurationError, PeerError, message
 
 _SKIPPED = 5
-"""Steps before those that are traced, if only their number is given. The first ones are compiled, and fill caches."""
+"""Steps before the traced ones, if only their number is given. The first steps are compiled, and fill caches."""
 _MOST_STEPS = 10_000
 
 
@@ -37,8 +36,8 @@ class TracedSteps:
     """Steps of a `fit`, counted from 0.
 
     Attributes:
-        first: The first step that is traced.
-        end: The first step after them that is not.
+        first: The first traced step.
+        end: The step after the last traced one.
     """
 
     first: int
@@ -63,16 +62,16 @@ _Steps = Annotated[TracedSteps, BeforeValidator(_steps)]
 
 
 def traced_steps(profile: str) -> TracedSteps:
-    """Reads the steps that a user wants to be traced.
+    """Reads the steps that a user wants to trace.
 
     Args:
-        profile: How many steps, or "FROM:TO": from step FROM up to, but without, step TO.
+        profile: The number of steps, or "FROM:TO": from step FROM up to, but without, step TO.
 
     Returns:
         The steps. Without FROM they begin after the first five.
 
     Raises:
-        ConfigurationError: This is not so, or these are no steps.
+        ConfigurationError: The text has another form, or means no steps.
 
     Example:
         >>> traced_steps("10"), traced_steps("20:30")
@@ -109,11 +108,11 @@ def profile_folder(profile_dir: str | os.PathLike[str] | None, log_dir: str | os
     """Returns the folder for traces of a run that this process starts.
 
     Args:
-        profile_dir: The one that the user wants, if any.
-        log_dir: The one for logs that the user wants, if any. The default is in it.
+        profile_dir: The folder that the user wants, if any.
+        log_dir: The folder for logs that the user wants, if any. The default is inside it.
 
-    Returns:
-        Its absolute path. It is not made.
+        Returns:
+            The absolute path. The folder is not made.
 
     Example:
         >>> profile_folder(None, "logs").parts[-2:]
@@ -125,14 +124,14 @@ def profile_folder(profile_dir: str | os.PathLike[str] | None, log_dir: str | os
 
 
 def profile_environ(profile: str | None, folder: Path) -> dict[str, str]:
-    """Makes the folder for traces, if steps are to be traced, and returns the variables that tell the processes of a run.
+    """Makes the folder for traces, if steps are to be traced, and returns the variables for the processes of a run.
 
     Args:
         profile: The steps, if any.
         folder: The folder for traces.
 
     Raises:
-        ConfigurationError: Nothing can be written there.
+        ConfigurationError: The folder is not writable.
 
     Example:
         >>> profile_environ(None, Path("profile"))
@@ -150,7 +149,7 @@ def writable_folder(folder: Path) -> Path:
         Its absolute path.
 
     Raises:
-        ConfigurationError: It cannot be made, or nothing can be written there.
+        ConfigurationError: It cannot be made, or is not writable.
 
     Example:
         >>> writable_folder(Path("profile")).name
@@ -163,7 +162,7 @@ def new_run_folder(folder: Path) -> Path:
     """Returns a path for the traces of all processes: each is a host of one run in TensorBoard. The folder is not made.
 
     Args:
-        folder: The folder for traces, which is that of `tensorboard --logdir`.
+        folder: The folder for traces, the one for `tensorboard --logdir`.
 
     Example:
         >>> new_run_folder(Path("profile")).parts[:3]
@@ -180,16 +179,16 @@ def new_run_folder(folder: Path) -> Path:
 _LOOK_SECONDS = 0.5
 _WAIT_SECONDS = 0.01
 _ANSWER_SECONDS = 120.0
-"""How long a process may take to write and read its trace."""
+"""Seconds that a process may take to write and read its trace."""
 _REQUEST = "profile.request"
 _PROFILE_DIR = "profile.folder"
 
 here: tuple[Path, str] | None = None
-"""Where this process is asked, and who it is; None outside of a run."""
+"""The folder of this process's requests, and its name; None outside of a run."""
 
 
 def _read(folder: Path) -> dict[str, str] | None:
-    """Returns what is asked now: the name of the request, who asks, the folder for traces, and when to start."""
+    """Returns the current request: its name, its sender, the folder for traces, and when to start."""
     with contextlib.suppress(FileNotFoundError):
         request = json.loads((folder / _REQUEST).read_text("utf-8"))
         if psutil.pid_exists(int(request["pid"])):
@@ -198,21 +197,21 @@ def _read(folder: Path) -> dict[str, str] | None:
 
 
 def _write(path: Path, content: object) -> None:
-    """Writes JSON. Nobody sees a part of it."""
+    """Writes JSON. Readers never see a part of it."""
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_text(json.dumps(content), "utf-8")
     os.replace(unfinished, path)
 
 
-# Those who answer.
+# The traced processes.
 
 
 def answer_requests(folder: Path | None, who: str) -> None:
-    """Traces this process whenever it is asked to, in a thread, for as long as it runs.
+    """Traces this process on request, in a thread, for as long as it runs.
 
     Args:
-        folder: Where it is asked; nobody asks if there is none, as on a machine that is not the launcher's.
-        who: This process, such as "rank0".
+        folder: The folder of requests. Without it there are none, as on a machine other than the launcher's.
+        who: The name of this process, such as "rank0".
 
     Example:
         >>> answer_requests(None, "rank0")
@@ -245,11 +244,11 @@ def _answer(folder: Path, who: str, request: dict[str, str]) -> None:
     _write(folder / f"{request['name']}.{who}.report", asdict(trace.end()))
 
 
-# Those who ask.
+# The process that asks.
 
 
 def name_of_folder() -> str:
-    """Returns how the folder begins in which the processes of a run of this launcher are asked: who knows its process id finds it.
+    """Returns how the name of this launcher's folder begins. It contains the process id, by which others find the folder.
 
     Example:
         >>> name_of_folder() == f"tfrep-{os.getpid()}-"
@@ -259,10 +258,10 @@ def name_of_folder() -> str:
 
 
 def keep_profile_dir(folder: Path, profile_dir: Path) -> None:
-    """Notes the folder for traces of a run, for those who ask.
+    """Records the folder for traces of a run, for processes that ask.
 
     Args:
-        folder: Where the processes are asked.
+        folder: The folder of requests.
         profile_dir: The folder for traces.
 
     Example:
@@ -272,16 +271,16 @@ def keep_profile_dir(folder: Path, profile_dir: Path) -> None:
 
 
 def find_run(pid: int) -> tuple[Path, Path]:
-    """Finds a run of this user that is running on this machine.
+    """Finds a run of this user on this machine.
 
     Args:
         pid: The process id of its launcher.
 
     Returns:
-        Where its processes are asked, and its folder for traces.
+        The folder of its requests, and its folder for traces.
 
     Raises:
-        ConfigurationError: There is none.
+        ConfigurationError: There is no such run.
 
     Example:
         >>> find_run(1)
@@ -298,14 +297,14 @@ def find_run(pid: int) -> tuple[Path, Path]:
 
 
 class Asked:
-    """Asks all processes of a run on this machine to trace themselves at the same time, from when this returns until `end`.
+    """Asks all processes of a run on this machine to trace themselves at the same time, from the return of this call until `end`.
 
     Args:
-        folder: Where they are asked.
+        folder: The folder of requests.
         run_folder: The folder for the traces.
 
     Raises:
-        ConfigurationError: Nobody is there to ask, or somebody else is asking.
+        ConfigurationError: The run has no process to ask, or another request is open.
     """
 
     def __init__(self, folder: Path, run_folder: Path) -> None:
@@ -317,7 +316,7 @@ class Asked:
         if (other := _read(folder)) is not None:
             hint = "wait until it is done."
             raise ConfigurationError(message("Another profile of this run is being made.", hint=hint, pid=other["pid"]))
-        start = time.time() + 2 * _LOOK_SECONDS  # All have seen the request by then, and all processes of a machine have one clock.
+        start = time.time() + 2 * _LOOK_SECONDS  # By then all have seen the request. All processes of a machine have one clock.
         request = {"name": self._name, "pid": str(os.getpid()), "run_folder": str(run_folder), "start": str(start)}
         _write(folder / _REQUEST, request)
         time.sleep(2 * _LOOK_SECONDS)
@@ -361,15 +360,15 @@ def _runs(pid: int) -> bool:
 
 
 def profile_run(run: int, seconds: float, profile_dir: Path | None = None) -> None:
-    """Has all processes of a run on this machine trace themselves for some seconds, and prints what the traces say.
+    """Traces all processes of a run on this machine for some seconds, and prints a summary of the traces.
 
     Args:
         run: The process id of its launcher.
-        seconds: For how long, at most 60.
-        profile_dir: Folder for the traces; by default that of the run.
+        seconds: The duration, at most 60.
+        profile_dir: Folder for the traces. Default: the run's.
 
     Raises:
-        ConfigurationError: There is no such run, or it cannot be profiled now, or an argument cannot be used.
+        ConfigurationError: There is no such run, or it cannot be profiled now, or an argument is invalid.
         PeerError: The run has ended meanwhile, or no process could trace itself.
     """
     checked(ProfiledSeconds, "seconds", seconds, hint="e.g. 2.")

@@ -1,4 +1,4 @@
-"""What traces say: how much of the time each process computed, communicated, waited for input, or did none of these."""
+"""Summaries of traces: the time in which each process computed, communicated, waited for input, or did none of these."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ SUMMARY_NAME = "tfrep_summary.json"
 
 @dataclass(frozen=True)
 class TraceReport:
-    """What the trace of one process says. The four shares of the time add up to `traced`.
+    """Summary of the trace of one process. The four shares of the time add up to `traced`.
 
     Attributes:
         who: The process, such as "rank0".
-        traced: How many seconds were traced.
+        traced: Number of traced seconds.
         compute: Seconds in which an operation ran.
         collectives: Other seconds in which it waited for other processes or devices.
         input: Other seconds in which it waited for a batch.
         idle: The rest.
-        steps: How many steps of a `fit` lie in the trace.
+        steps: Number of steps of a `fit` in the trace.
         problem: Why there is no trace, or "".
     """
 
@@ -40,7 +40,7 @@ def write_summary(reports: Sequence[TraceReport], run_folder: Path) -> None:
     """Writes the reports beside the traces, as JSON.
 
     Args:
-        reports: Of all processes.
+        reports: The reports of all processes.
         run_folder: The folder of the traces.
 
     Example:
@@ -51,13 +51,13 @@ def write_summary(reports: Sequence[TraceReport], run_folder: Path) -> None:
 
 
 def show_summary(reports: Sequence[TraceReport], what: str, run_folder: Path, stream: TextIO) -> None:
-    """Writes a table with a row for each process, and where the traces are.
+    """Writes a table with a row for each process, and the folder of the traces.
 
     Args:
-        reports: Of all processes.
-        what: What was traced, such as "steps 5 to 14".
+        reports: The reports of all processes.
+        what: The traced part, such as "steps 5 to 14".
         run_folder: The folder of the traces.
-        stream: Where to write it.
+        stream: The stream to write to.
 
     Example:
         >>> show_summary([TraceReport("rank0", traced=1.0, compute=0.9, idle=0.1, steps=9)], "steps 5 to 13", Path(), sys.stdout)

@@ -1,9 +1,8 @@
-"""A trace of this process: how it is made, and what it says the process did and waited for.
+"""Makes a trace of this process, and reads from it what the process did and waited for.
 
-Reads a trace: what a process did in the traced time, and what it waited for.
-TensorFlow writes an event for each operation. An asynchronous one, such as a collective, has one when it starts and one when it
-is done. A moment belongs to the first of these that is true of it: an operation computes, a collective is under way, a step waits
-for its batch, a tensor is on its way from or to another device or process. Else the process is idle.
+TensorFlow writes an event for each operation. An asynchronous operation, such as a collective, has one event at its start and one
+at its end. Each moment counts for the first of these that applies: an operation computes, a collective is running, a step waits for
+its batch, a tensor is on its way to or from another device or process. Otherwise the process is idle.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ STEP = "train"
 """The event of a step of a `fit`. TensorBoard's profiler knows it by its number."""
 
 HOST_COLLECTIVE = "tfrep_collective"
-"""How the names of operations begin that are collectives, and calls of Python to TensorFlow."""
+"""Prefix of the names of operations that are collectives, and calls from Python to TensorFlow."""
 
 _START, _DONE = "ExecutorState::ProcessAsync::Start", "ExecutorState::ProcessAsync::Done"
 _OPERATION = re.compile(r"(?:(?:[^:]+/)?([^:/]+):|EagerLocalExecute: )([A-Za-z_]\w*)")
-"""An operation of a function, with its name there, or an eager one."""
+"""An operation of a function, with its name in it, or an eager operation."""
 _XLA = "CpuExecutable::Execute"
 _INSTRUCTION = "hlo_op"
-"""What an event of XLA's own says. In TensorFlow 2.19 the program as a whole has no event."""
+"""A field of the events of XLA's own instructions. In TensorFlow 2.19 the program as a whole has no event."""
 COMPUTE, COLLECTIVE, _INPUT, _TRANSFER = range(4)
-"""In the order in which a moment is given to them."""
+"""The kinds, in order of precedence."""
 _FAR = 2**62
 _KINDS = (
     (re.compile(r"Collective|_?Nccl|Horovod"), COLLECTIVE),
@@ -46,14 +45,14 @@ _KINDS = (
     (re.compile(r"_(Host)?(Send|Recv)"), _TRANSFER),
 )
 _BACKGROUND = "tf_data"
-"""How the names of threads begin that prepare batches ahead of time. No step waits for them as such."""
+"""Prefix of the names of threads that prepare batches in advance. No step waits for them directly."""
 
 _Span = tuple[int, int]
-"""From when to when, in picoseconds."""
+"""Begin and end, in picoseconds."""
 
 
 class Operation(NamedTuple):
-    """What the host did: the kind, the name, and from when to when in picoseconds."""
+    """An operation of the host: its kind, its name, and its begin and end in picoseconds."""
 
     kind: int
     name: str
@@ -64,8 +63,8 @@ def times_of(file: Path, who: str) -> TraceReport:
     """Reads the trace of a process.
 
     Args:
-        file: What TensorFlow's profiler has written (`*.xplane.pb`).
-        who: The process.
+        file: The output of TensorFlow's profiler (`*.xplane.pb`).
+        who: The name of the process.
 
     Returns:
         The times.
@@ -82,7 +81,7 @@ def times_of(file: Path, who: str) -> TraceReport:
             steps += len(spans_named(plane, STEP))
             windows += spans_named(plane, WINDOW)
             for operation in operations(plane):
-                # An operation of a GPU has ended for the host when its kernels are queued.
+                # To the host, an operation of a GPU has ended when its kernels are queued.
                 if operation.kind != COMPUTE or not gpus:
                     spans[operation.kind].append(operation.span)
     begin, end = windows[0]
@@ -93,7 +92,7 @@ def times_of(file: Path, who: str) -> TraceReport:
 
 
 def _events(plane: Any) -> Iterator[tuple[str, Any, _Span]]:
-    """Yields the thread of each event, the event, and from when to when it lasts."""
+    """Yields the thread of each event, the event, and its begin and end."""
     for line in plane.lines:
         zero = 1000 * line.timestamp_ns
         for event in line.events:
@@ -102,13 +101,13 @@ def _events(plane: Any) -> Iterator[tuple[str, Any, _Span]]:
 
 
 def spans_named(plane: Any, name: str) -> list[_Span]:
-    """Returns from when to when each event of a name lasts, in picoseconds."""
+    """Returns the begin and end of each event of a name, in picoseconds."""
     keys = {key for key, data in plane.event_metadata.items() if data.name == name}
     return [span for _, event, span in _events(plane) if event.metadata_id in keys]
 
 
 def _kernels(plane: Any) -> Iterator[tuple[int, _Span]]:
-    """Yields the kind and the time of what the streams of a GPU do. Its other lines repeat that in other words."""
+    """Yields the kind and the time of each kernel on a GPU's streams. Its other lines repeat the same in other words."""
     kinds = {key: COLLECTIVE if "nccl" in data.name.lower() else COMPUTE for key, data in plane.event_metadata.items()}
     for line, event, span in _events(plane):
         if line.startswith("Stream"):
@@ -119,13 +118,13 @@ def operations(plane: Any) -> Iterator[Operation]:
     """Yields each operation that the host runs.
 
     Args:
-        plane: Of an `XSpace`: what TensorFlow's profiler has noted of the host.
+        plane: The plane of the host, from an `XSpace`.
     """
     names = {key: data.name for key, data in plane.event_metadata.items()}
     stats = {key: data.name for key, data in plane.stat_metadata.items()}
     instructions = {key for key, name in stats.items() if name == _INSTRUCTION}
     kinds = {key: kind for key, name in names.items() if (kind := _kind_of_event(name)) is not None}
-    # By their number, which both events of an asynchronous operation have. It may have started before the trace, or end after it.
+    # By number. Both events of an asynchronous operation have it. The operation may start before the trace, or end after it.
     starts: dict[int, int] = {}
     ends: dict[int, int] = {}
     types: dict[int, str] = {}
@@ -143,7 +142,7 @@ def operations(plane: Any) -> Iterator[Operation]:
             types[number] = found["kernel_type"]
     for number, operation_type in types.items():
         kind = _kind(operation_type)
-        if kind != COMPUTE:  # What a function calls counts, and not the call.
+        if kind != COMPUTE:  # The operations inside a called function count, not the call.
             yield Operation(kind, operation_type, (starts.get(number, 0), ends.get(number, _FAR)))
 
 
@@ -157,7 +156,7 @@ def _stats(event: Any, names: dict[int, str]) -> dict[str, Any]:
 
 
 def _kind_of_event(name: str) -> int | None:
-    """Returns the kind of an operation's own event; None of other events."""
+    """Returns the kind of an operation's own event; None for other events."""
     if name.startswith(_XLA):
         return COMPUTE
     operation = _OPERATION.fullmatch(name)
@@ -171,7 +170,7 @@ def _kind(operation_type: str) -> int:
 
 
 def length(spans: list[_Span], begin: int, end: int) -> float:
-    """Returns for how many seconds at least one span lasts, between two times in picoseconds."""
+    """Returns the number of seconds in which at least one span lasts, between two times in picoseconds."""
     if not spans:
         return 0.0
     ordered = np.array(spans, np.int64).clip(begin, end)
@@ -181,13 +180,13 @@ def length(spans: list[_Span], begin: int, end: int) -> float:
 
 
 class Trace:
-    """Traces this process. An error is reported at the end: a training does not fail because of its profile.
+    """Traces this process. An error is reported at the end: a profile never makes a training fail.
 
-    TensorFlow may need a while to start. What happens from `begin` to `end` counts.
+    TensorFlow may need a while to start. Only the time from `begin` to `end` counts.
 
     Args:
         run_folder: The folder for the traces of all processes.
-        who: This process, such as "rank0". The file is named after it: TensorFlow's own name is that of the machine only.
+        who: The name of this process, such as "rank0". The file is named after it, since TensorFlow uses only the machine's name.
 
     Example:
         >>> trace = Trace(Path("profile"), "rank0")
@@ -209,14 +208,14 @@ class Trace:
             self._problem = str(error)
 
     def begin(self) -> None:
-        """Begins the time that the report is about."""
+        """Begins the reported time."""
         self._window = tf.profiler.experimental.Trace(WINDOW)
 
     def end(self) -> TraceReport:
-        """Ends the trace, and gives the file its name.
+        """Ends the trace, and renames the file.
 
         Returns:
-            What it says.
+            The summary.
         """
         try:
             if not self._problem:

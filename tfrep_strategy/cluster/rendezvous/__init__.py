@@ -1,1 +1,1 @@
-"""How processes of a run find each other: they meet at one address, prove that they know a secret, and tell who they are."""
+"""The rendezvous of the processes of a run: they meet at one address, prove that they know a secret, and exchange statements."""

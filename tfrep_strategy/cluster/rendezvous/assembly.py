@@ -1,9 +1,9 @@
-"""A standing meeting: processes that stay in touch for a whole run, which they do in rounds while some of them come and go.
+"""A standing meeting: processes stay connected for a whole run, which proceeds in rounds while processes come and go.
 
-Process 0 keeps it. It begins a round when enough are there. It has all end it when one has failed, was lost, left or has come. Then
-it asks its owner what that means: another round, or the end of the run.
+Process 0 keeps it. It begins a round when enough processes are present. It makes all of them end the round when one has failed, was
+lost, has left or has come. Then it asks its owner whether another round follows.
 
-A seat at a standing meeting: what a process says there, and what it is told.
+`Seat` is a process's end of its connection to the meeting.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from tfrep_strategy.core.limits import machine_silence
 from tfrep_strategy.errors import message
 
 SIGN, SIGN_SECONDS = "sign", 2.0
-"""What both ends of a seat say that often. The kernel of a machine answers also when its processes stand still."""
+"""Interval at which both ends of a seat send a sign. The kernel of a machine answers even when its processes are stopped."""
 _LONGEST_ANSWER = 1 << 26
 _LOST = "lost", None
 
 
 class Seat:
-    """The end of the connection to an `Assembly` that a process has.
+    """A process's end of the connection to an `Assembly`.
 
     Args:
         connection: From `Assembly.begin`, or from `Visit.enter`.
-        told: Is called, in a thread, with the kind and the content of all that comes, before anybody reads it. "lost" comes last,
-            also when the other end has been silent for too long.
+        told: Called, in a thread, with the kind and the content of each message before it enters the inbox. "lost" comes last, also
+            when the other end has been silent for too long.
 
     Attributes:
-        inbox: All that has come, as (kind, content).
+        inbox: All messages, as (kind, content).
     """
 
     def __init__(self, connection: Connection, told: Callable[[str, Any], None]) -> None:
@@ -54,7 +54,7 @@ class Seat:
             threading.Thread(target=target, daemon=True, name="tfrep-seat").start()
 
     def tell(self, kind: str, content: Any = None) -> None:
-        """Says something; nothing happens if nobody is there any more."""
+        """Sends a message. Does nothing if the other end has gone."""
         with contextlib.suppress(OSError), self._sending:
             self._connection.send_bytes(json.dumps([kind, content]).encode())
 
@@ -72,19 +72,19 @@ class Seat:
             try:
                 self._told(*_LOST)
             finally:
-                self.inbox.put(_LOST)  # Somebody may wait for it without a limit.
+                self.inbox.put(_LOST)  # A reader may wait for it without a limit.
                 self._is_over.set()
                 hang_up(self._connection, self._sending)
 
     def _next(self) -> tuple[str, Any]:
         try:
             return self._received()
-        except (OSError, EOFError, ValueError, TypeError):  # The other end has gone, or says what nobody understands.
+        except (OSError, EOFError, ValueError, TypeError):  # The other end has gone, or has sent something unreadable.
             return _LOST
 
     def _received(self) -> tuple[str, Any]:
         silent = 0.0
-        # Seconds in which this process stood still are not counted.
+        # Seconds in which this process was stopped are not counted.
         while not self._connection.poll(SIGN_SECONDS):
             silent += SIGN_SECONDS
             if silent > self._patience:
@@ -99,7 +99,7 @@ _LOOK_SECONDS = 0.1
 _GREETING_SECONDS = 10
 _LINGER_SECONDS = 3.0
 _LAST_CALL_SECONDS = 3.0
-"""How long nobody may have come before a round begins without its full number, or ends for those who have come."""
+"""Seconds without an arrival before a round begins without its full number, or ends for those who have come."""
 _LONGEST_STATEMENT, _LONGEST_REPORT = 1 << 16, 1 << 24
 ANY = -1
 """The number of a process that takes any place."""
@@ -107,15 +107,15 @@ ANY = -1
 
 @dataclass(frozen=True)
 class RoundReport:
-    """How a round ended for a process.
+    """The end of a round for a process.
 
     Attributes:
         number: The number of the round.
-        outcome: "well", "failed", "told" (it ended because it was told to), or "left" (somebody has asked it to end).
-        story: What happened, for the user.
-        exit_code: The exit code that goes with it.
+        outcome: "well", "failed", "told" (it was ordered to end), or "left" (it was asked to end the run).
+        story: The events, for the user.
+        exit_code: The exit code to report.
         was_lost: Whether a rank was lost, so that another round may end well.
-        seconds_ago: How long ago it failed.
+        seconds_ago: Seconds since it failed.
     """
 
     number: int
@@ -128,15 +128,15 @@ class RoundReport:
 
 @dataclass(frozen=True)
 class RoundEnd:
-    """How a round ended.
+    """The end of a round.
 
     Attributes:
-        failures: Of processes with failed ranks, the first one first.
-        lost: Processes that are gone without a word.
+        failures: The reports of processes with failed ranks, the first one first.
+        lost: Processes that are gone without a report.
         left: Processes that were asked to end.
         has_grown: Whether it was ended because others have come.
         ended_well: Whether all ranks have done their work.
-        exit_code: Of a process that was asked to end.
+        exit_code: The exit code of a process that was asked to end.
     """
 
     failures: Sequence[RoundReport]
@@ -149,12 +149,12 @@ class RoundEnd:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the end of a round means.
+    """The consequence of the end of a round.
 
     Attributes:
         again: Whether there is another round.
-        text: What the users at all processes are told.
-        exit_code: Of the run, if this is its end.
+        text: The message for the users at all processes.
+        exit_code: The exit code of the run, if this is its end.
     """
 
     again: bool
@@ -164,7 +164,7 @@ class Verdict:
 
 @dataclass(eq=False)
 class _Member:
-    """A process that is here."""
+    """A process that is present."""
 
     connection: Connection
     statement: Statement
@@ -180,7 +180,7 @@ class _Member:
 
     @property
     def order(self) -> float:
-        """Its place among the others. Those without a number come last, in the order of their arrival, since sorts are stable."""
+        """Its place among the others. Processes without a number come last, in the order of arrival, since sorts are stable."""
         return math.inf if self.statement.number == ANY else self.statement.number
 
     def send(self, kind: str, content: Any) -> None:
@@ -192,15 +192,15 @@ class _Member:
 
 
 class Assembly:
-    """Keeps the meeting, in a thread of its own.
+    """Keeps the meeting, in a thread.
 
     Args:
         place: Where the others come. Its count is that of a full round.
-        least: How many are enough; None if places are fixed, and each process has its number.
+        least: The number of processes that is enough; None if places are fixed, and each process has its number.
         key: Shared secret.
         seconds: How long to wait for enough processes before each round.
         seconds_to_end: How long processes may take to end a round.
-        decide: Is asked what the end of a round means.
+        decide: Called at the end of a round to decide about the next one.
 
     Raises:
         ConfigurationError: It cannot listen. Its cause is the `OSError`.
@@ -240,7 +240,7 @@ class Assembly:
         self._thread = threading.Thread(target=self._serve, daemon=True, name="tfrep-assembly")
 
     def begin(self, own: Statement) -> Connection:
-        """Begins, with process 0 as the first who is here. Returns its connection."""
+        """Begins, with process 0 as the first member. Returns its connection."""
         here, there = Pipe()
         self._own = _Member(here, own)
         self._members.append(self._own)
@@ -257,7 +257,7 @@ class Assembly:
             try:
                 while not self._is_over:
                     self._look()
-            except Exception as error:  # Nobody may wait for ever for a thread that is gone.
+            except Exception as error:  # No process may wait forever for this thread.
                 _log.exception("The meeting at %s has broken down.", self._place.address)
                 what = f"The meeting of the {self._place.noun}s has broken down ({type(error).__name__}: {error})."
                 text = message(what, hint="start the run again.", rendezvous=self._place.address)
@@ -270,7 +270,7 @@ class Assembly:
             self._send_all(SIGN, None)
 
     def _linger(self) -> None:
-        """Lets the others hang up first: what they were told last might be lost with the connection."""
+        """Lets the others hang up first: their last message might be lost with the connection."""
         deadline = time.monotonic() + _LINGER_SECONDS
         here = {member.connection for member in self._members if member is not self._own}
         while here and (left := deadline - time.monotonic()) > 0:
@@ -311,12 +311,12 @@ class Assembly:
             self._own_host = guest.reached
         self._members.append(member)
         self._last_arrival = time.monotonic()
-        member.send("welcome", self._own.statement.told)  # It is ready when it says that this fits.
+        member.send("welcome", self._own.statement.told)  # It answers "ready" if this fits.
         if len(self._round) == self._place.count:
             member.send("line", f"The run has its {self._place.count} {self._place.noun}s. Another one waits until one leaves")
 
     def _misfit(self, new: Statement) -> str | None:
-        """Returns why a process cannot take part. The others go on."""
+        """Returns why a process cannot take part. The others continue."""
         own, noun = self._own.statement, self._place.noun
         same = [each.statement.who for each in self._members if new.number == each.statement.number != ANY]
         alike, new_alike = own.versions | own.told["alike"], new.versions | new.told.get("alike", {})
@@ -335,14 +335,14 @@ class Assembly:
         try:
             kind, content = json.loads(member.connection.recv_bytes(_LONGEST_REPORT))
             report = RoundReport(**content) if kind == "report" else None
-        except (OSError, EOFError, ValueError, TypeError):  # It has ended, or says what nobody understands.
+        except (OSError, EOFError, ValueError, TypeError):  # It has ended, or has sent something unreadable.
             self._lose(member)
             return
         if kind == "ready":
             member.statement, member.is_ready = replace(member.statement, told=content), True
         elif report and report.number == self._number:
             member.report = report
-            if report.outcome == "told" and self._end_by is None:  # It has lost this process, and will leave.
+            if report.outcome == "told" and self._end_by is None:  # It has lost its connection to this process, and will leave.
                 self._lost.append(member.who)
             member.failed_at = time.monotonic() - report.seconds_ago
         elif kind == "leave":
@@ -351,7 +351,7 @@ class Assembly:
 
     def _lose_the_silent(self) -> None:
         now = time.monotonic()
-        # If this process stood still, it cannot know what the others said meanwhile.
+        # If this process was stopped, it cannot know what the others sent meanwhile.
         passed, self._last_look = min(now - self._last_look, SIGN_SECONDS), now
         for member in list(self._members):
             member.silent += passed
@@ -408,7 +408,7 @@ class Assembly:
             member.is_ready, member.report = False, None
             member.send("round", {"number": self._number, "place": place, "met": met})
 
-    # While a round lasts.
+    # During a round.
 
     def _look_at_round(self) -> None:
         reports = [each.report for each in self._round if each.report is not None]
@@ -417,7 +417,7 @@ class Assembly:
             self._conclude()
         elif self._end_by is None:
             self._is_growing = not reports and self._has_grown()
-            # A rank that was asked to end has all ranks write a backup first.
+            # A rank that was asked to end makes all ranks write a backup first.
             failed = any(each.outcome == "failed" and each.exit_code != 143 for each in reports)
             if self._lost or failed:
                 self._order(awaited, hasty=True)
@@ -456,7 +456,7 @@ class Assembly:
         if not verdict.again:
             self._finish(verdict if ended.ended_well else replace(verdict, exit_code=verdict.exit_code or 1))
             return
-        for member in self._members:  # Those that have waited tell which ports are free now, too.
+        for member in self._members:  # Those that have waited report their free ports again, too.
             member.is_ready = False
             member.send("again", verdict.text)
         self._round = []

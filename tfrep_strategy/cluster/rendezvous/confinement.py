@@ -1,8 +1,8 @@
-"""Who may connect to TensorFlow's servers, which listen on all interfaces and obey whoever connects.
+"""Limits which machines may connect to TensorFlow's servers, which listen on all interfaces and obey every program.
 
-TensorFlow can neither be told where to listen nor be given a socket, but its servers can share a port. So a socket of this package
-listens there first: the door. The kernel gives the connections of the run's machines to TensorFlow's server, and those of all
-others to the door, which takes none, until the process ends. This needs Linux, and no privilege.
+TensorFlow's servers take neither an interface nor a socket, but they can share a port. So a socket of this package listens there
+first: the door. The kernel gives the connections of the run's machines to TensorFlow's server, and all others to the door, which
+accepts none until the process ends. This needs Linux, and no privilege.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from tfrep_strategy.errors import message, warn
 _LOOPBACK = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128"))
 _EVERYBODY = (ipaddress.ip_network("0.0.0.0/0"), ipaddress.ip_network("::/0"))
 _SHARES_PORT = "TF_GRPC_REUSE_PORT"
-"""Has TensorFlow's server listen at a port at which a socket of the same user listens."""
+"""Lets TensorFlow's server listen at a port at which a socket of the same user listens."""
 _TAKES_PACKETS, _TAKES_CONNECTIONS = 26, 51
-"""Programs that say whether a socket takes a packet, and which of those that share a port gets a connection."""
+"""Programs that decide whether a socket takes a packet, and which of the sockets that share a port gets a connection."""
 _LONGEST_PROGRAM = 4096
 
 
 def confine(server: socket.socket, networks: Sequence[Network]) -> None:
-    """Lets only some machines send packets to a socket that listens. Newer kernels let only administrators do this.
+    """Lets only some machines send packets to a socket that listens. Newer kernels allow this only to administrators.
 
     Args:
         server: The socket.
-        networks: Whose addresses may connect.
+        networks: The networks that may connect.
 
     Raises:
         OSError: The system cannot confine it, or there are too many networks.
@@ -53,12 +53,12 @@ def confine(server: socket.socket, networks: Sequence[Network]) -> None:
 def confined(own: str, addresses: Sequence[str], *, unknown: str = "", speaks: bool = True) -> Iterator[None]:
     """Confines the TensorFlow server that the body starts, from its start to its end.
 
-    Who connects before the server listens comes to the door, too, is not answered or hung up, and tries again by itself.
+    Connections that come before the server listens go to the door, too. They are neither answered nor hung up, and are retried.
 
     Args:
         own: "host:port" of this process, as the others reach it. Its server listens at that port.
-        addresses: Those of all processes of the run.
-        unknown: Who else takes part, at an address that is not known.
+        addresses: The addresses of all processes of the run.
+        unknown: Another participant, if its address is not known.
         speaks: Whether to warn if the server cannot be confined.
 
     Yields:
@@ -76,7 +76,7 @@ def confined(own: str, addresses: Sequence[str], *, unknown: str = "", speaks: b
         door = None
         try:
             door = stack.enter_context(_door(int(own.rpartition(":")[2]), _EVERYBODY if problem else networks))
-        except OSError as error:  # If the port is in use, TensorFlow will say so.
+        except OSError as error:  # If the port is in use, TensorFlow will report it.
             problem = problem or str(error)
         with _sharing_ports() if door else contextlib.nullcontext():
             yield
@@ -84,7 +84,7 @@ def confined(own: str, addresses: Sequence[str], *, unknown: str = "", speaks: b
             networks, problem = machines_of_run(own, addresses, unknown)
             if not problem:
                 _attach(door, networks, _TAKES_CONNECTIONS)
-        if door and not problem:  # As a mere number, which Python does not close when it ends: TensorFlow's server ends later.
+        if door and not problem:  # Python does not close a bare descriptor at its end, and TensorFlow's server ends later.
             door.detach()
     if problem and speaks:
         warn(
@@ -98,12 +98,12 @@ def confined(own: str, addresses: Sequence[str], *, unknown: str = "", speaks: b
 
 
 def machines_of_run(own: str, addresses: Sequence[str], unknown: str = "") -> tuple[list[Network], str | None]:
-    """Finds out who takes part in a run.
+    """Finds the machines that take part in a run.
 
     Args:
         own: "host:port" of this process.
-        addresses: Those of all processes.
-        unknown: Who else takes part, at an address that is not known.
+        addresses: The addresses of all processes.
+        unknown: Another participant, if its address is not known.
 
     Returns:
         The networks of the run's machines, and why they are not known; None if they are.
@@ -124,14 +124,14 @@ def machines_of_run(own: str, addresses: Sequence[str], unknown: str = "") -> tu
         if unknown:
             return [], f"the address of {unknown} is not known"
         if not any(_is_in(each, here) for each in numbers[_host(own)]):
-            # Something between the machines translates addresses. Those of the others are not what they seem, either.
+            # Addresses are translated between the machines, so those of the others cannot be trusted, either.
             return [], f"{_host(own)} is not an address of this machine"
     others = [ipaddress.ip_network(each) for found in numbers.values() for each in found]
     return _collapsed([*here, *others, *trusted]), None
 
 
 def is_this_machine(host: str) -> bool:
-    """Returns whether a name, or an address, is this machine's.
+    """Returns whether a name or an address is this machine's.
 
     Example:
         >>> is_this_machine("localhost")
@@ -157,17 +157,17 @@ def problem_of_confining() -> str | None:
 
 @contextlib.contextmanager
 def _door(port: int, networks: Sequence[Network]) -> Iterator[socket.socket]:
-    """Listens at a port, and takes nothing. Connections from the networks go to the next socket that listens there.
+    """Listens at a port, and accepts nothing. Connections from the networks go to the next socket that listens there.
 
     Raises:
         OSError: The port is in use, or the system has no such programs.
     """
     with socket.socket(_family(), socket.SOCK_STREAM) as door:
-        door.settimeout(None)  # Whatever the script has set for new sockets.
+        door.settimeout(None)  # The script may have set a default for new sockets.
         if door.family == socket.AF_INET6:
             door.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        door.bind(("", port))  # Shares it with nobody who is there.
+        door.bind(("", port))  # Fails if another socket has the port.
         door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         _attach(door, networks, _TAKES_CONNECTIONS)
         answers = True
@@ -190,7 +190,7 @@ def _hang_up(server: socket.socket) -> None:
         while True:
             try:
                 server.accept()[0].close()
-            except ConnectionAbortedError:  # The stranger has left.
+            except ConnectionAbortedError:  # The other end has left.
                 continue
             except OSError:
                 return
@@ -210,7 +210,7 @@ def _sharing_ports() -> Iterator[None]:
 
 
 def _family() -> socket.AddressFamily:
-    """Returns the family of addresses that TensorFlow chooses: its sockets must be of the same one to share a port."""
+    """Returns the family of addresses that TensorFlow chooses. Sockets must have the same one to share a port."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
         probe.bind(("::1", 0))
         return socket.AF_INET6
@@ -236,7 +236,7 @@ def _of_this_machine() -> list[Network]:
     numbers = [each for each in own if ":" in each or "." in each]
     found = list(_LOOPBACK)
     for number in numbers:
-        with contextlib.suppress(ValueError):  # Addresses of hardware.
+        with contextlib.suppress(ValueError):  # Hardware addresses.
             found.append(ipaddress.ip_network(number))
     return _collapsed(found)
 
@@ -263,9 +263,9 @@ def _attach(server: socket.socket, networks: Sequence[Network], kind: int) -> No
 
     Args:
         server: The socket.
-        networks: From whose addresses it takes packets. Or: whose connections go to the second of the sockets that share the port,
-            if there is one, and those of others to the first.
-        kind: What the program says.
+        networks: The networks from which it takes packets; or the networks whose connections go to the second of the sockets that
+            share the port, if there is one. Other connections go to the first.
+        kind: The kind of the program.
 
     Raises:
         OSError: The system has no such programs, or there are too many networks.
@@ -282,14 +282,14 @@ def _attach(server: socket.socket, networks: Sequence[Network], kind: int) -> No
 
 _LOAD, _LOAD_BYTE, _AND, _SHIFT_RIGHT, _IF_EQUAL, _GO, _RETURN = 0x20, 0x30, 0x54, 0x74, 0x15, 0x05, 0x06
 _HEADER = 0xFFF00000
-"""Where the header of the network layer begins."""
+"""The offset of the network layer's header."""
 _SOURCE = {4: 12, 6: 8}
-"""Where the header has the address of the sender."""
+"""The offset of the sender's address in the header."""
 _ALL_BYTES = 0xFFFFFFFF
 
 
 def _program(networks: Sequence[Network], known: int) -> bytes:
-    """Returns the program that says a number for packets from these networks, and 0 for others."""
+    """Returns a program with the result `known` for packets from these networks, and 0 for others."""
     parts = {
         version: b"".join(_check(each, known) for each in networks if each.version == version) + _instruction(_RETURN, 0)
         for version in (4, 6)
@@ -307,7 +307,7 @@ def _program(networks: Sequence[Network], known: int) -> bytes:
 
 
 def _check(network: Network, known: int) -> bytes:
-    """Returns the part of the program for packets from a network, which goes on with the others."""
+    """Returns the part of the program for packets from one network. For others it continues with the next part."""
     packed, mask = network.network_address.packed, network.netmask.packed
     words = len(packed) // 4
     steps = []

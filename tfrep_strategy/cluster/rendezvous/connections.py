@@ -1,8 +1,8 @@
-"""Connections between the processes of a run: addresses, machines that are lost without a word, forked children.
+"""Connections between the processes of a run: addresses, lost machines and forked children.
 
-TensorFlow waits for a machine that has disappeared without closing its connections, such as one behind a cut cable, for ever.
-TensorFlow cannot be told to check its connections. So they are found among the descriptors of this process, and the system checks
-them: a connection to a lost machine is closed, and TensorFlow notices that.
+TensorFlow waits forever for a machine that has disappeared without closing its connections, such as one behind a cut cable.
+TensorFlow has no setting to check its connections. So this module finds them among the descriptors of this process, and lets the
+system check them. It closes a connection to a lost machine, and TensorFlow notices that.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from tfrep_strategy.errors import ConfigurationError, message
 
 CONNECT_SECONDS = 10.0
 GREETING_SECONDS = 60
-"""How long the hub may take to greet a rank. All ranks of a run come at once, and rank 0 may be busy."""
+"""Seconds that the hub may take to greet a rank. All ranks of a run come at once, and rank 0 may be busy."""
 _AGAIN_SECONDS = 0.2
 _GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _LOWEST_PORT = 10_000
-"""Below are ports that many services are known by."""
+"""Ports below are known by many services."""
 
 LOOPBACK = "127.0.0.1"
 
@@ -73,7 +73,7 @@ def connect(addresses: Sequence[str], port: int, key: bytes, rank: int) -> Conne
             until = time.monotonic() + patience
             while time.monotonic() < until:
                 peer = socket.create_connection((address, port), patience)
-                with contextlib.suppress(EOFError, ConnectionError):  # Among strangers, the hub may hang up on a rank.
+                with contextlib.suppress(EOFError, ConnectionError):  # A hub that greets many programs may hang up on a rank.
                     return _introduced(connection_of(peer, GREETING_SECONDS), key, rank)
                 time.sleep(_AGAIN_SECONDS)
     return None
@@ -91,7 +91,7 @@ def _introduced(connection: Connection, key: bytes, rank: int) -> Connection:
 
 
 def connection_of(peer: socket.socket, seconds: int) -> Connection:
-    """Turns a connected socket into a connection for Python objects. Reads give up after some seconds."""
+    """Turns a connected socket into a connection for Python objects. A read fails after some seconds."""
     peer.settimeout(None)
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     notice_loss(peer)
@@ -101,7 +101,7 @@ def connection_of(peer: socket.socket, seconds: int) -> Connection:
 
 
 def notice_loss(peer: socket.socket) -> None:
-    """Has the system close a connection after 17 seconds if the other machine disappears without closing it.
+    """Lets the system close a connection after 17 seconds if the other machine disappears without closing it.
 
     Args:
         peer: A connected socket.
@@ -111,14 +111,14 @@ def notice_loss(peer: socket.socket) -> None:
         ...     notice_loss(peer)
     """
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # 5 + 4 * 3 seconds, also while the other owes an answer to what was sent.
+    # 5 + 4 * 3 seconds, also while data is not acknowledged.
     for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 3), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 17_000)):
         if hasattr(socket, name):
             peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def prove(connection: Connection, key: bytes, *, listens: bool) -> None:
-    """Lets both ends of a connection prove that they know the key. Nothing that a stranger sends is read any further.
+    """Lets both ends of a connection prove that they know the key. After a failed proof nothing is read any further.
 
     Args:
         connection: The connection.
@@ -127,8 +127,8 @@ def prove(connection: Connection, key: bytes, *, listens: bool) -> None:
 
     Raises:
         AuthenticationError: The other end has another key.
-        OSError: The other end is another program, or is silent. A program that sends what looks like a message of a few bytes
-            causes an `AssertionError`.
+        OSError: The other end is another program, or is silent. A program whose bytes look like a message of a few bytes causes an
+            `AssertionError`.
         EOFError: The other end hangs up.
     """
     steps = (deliver_challenge, answer_challenge) if listens else (answer_challenge, deliver_challenge)
@@ -137,7 +137,7 @@ def prove(connection: Connection, key: bytes, *, listens: bool) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether a host is this machine, as only its own processes reach it.
+    """Returns whether a host is this machine, under an address that only its own processes reach.
 
     Example:
         >>> is_loopback("127.0.0.1"), is_loopback("node1")
@@ -147,7 +147,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_number(host: str) -> bool:
-    """Returns whether a host is given by its address, and not by a name.
+    """Returns whether a host is given by address instead of name.
 
     Example:
         >>> is_number("10.0.0.1"), is_number("[::1]"), is_number("node1")
@@ -161,14 +161,14 @@ def is_number(host: str) -> bool:
 
 
 def free_ports(count: int, host: str = LOOPBACK) -> list[int]:
-    """Finds ports that nobody listens on. On Linux, the system gives them to no program that asks for any port.
+    """Finds ports at which no program listens. On Linux, the system gives them to no program that asks for any port.
 
     Args:
-        count: How many are needed.
+        count: Number of ports.
         host: The interface; an empty string for all. Default: loopback.
 
     Returns:
-        The ports, all different. A program that asks for just this port may take one before it is used; that cannot be ruled out.
+        The ports, all different. Another program may still take one by its number before it is used.
 
     Raises:
         ConfigurationError: This machine, or the limits of this process, do not allow that many.
@@ -183,12 +183,12 @@ def free_ports(count: int, host: str = LOOPBACK) -> list[int]:
 
 @contextlib.contextmanager
 def held_ports(count: int, host: str = LOOPBACK) -> Iterator[list[int]]:
-    """Finds ports that nobody listens on, and keeps them from programs that want any port, for themselves or to connect from.
+    """Finds ports at which no program listens, and keeps them from programs that ask for any port or connect from one.
 
-    Who knows a port, and shares it (`SO_REUSEADDR`, as all servers here do), can listen there.
+    A program can still listen there if it knows the port and shares it (`SO_REUSEADDR`, as all servers here do).
 
     Args:
-        count: How many are needed.
+        count: Number of ports.
         host: The interface; an empty string for all. Default: loopback.
 
     Yields:
@@ -208,7 +208,7 @@ def held_ports(count: int, host: str = LOOPBACK) -> Iterator[list[int]]:
             sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
             for each in sockets:
                 _bind_to_first_free(each, host, chosen)
-                each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # Afterwards: nobody else had it.
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # After binding: so no other socket had the port.
         except OSError as error:
             hint = "use fewer processes, or allow more open files (`ulimit -n`)."
             raise ConfigurationError(message(f"There are no free ports ({error.strerror}).", hint=hint, count=count)) from None
@@ -216,13 +216,13 @@ def held_ports(count: int, host: str = LOOPBACK) -> Iterator[list[int]]:
 
 
 def _chosen_ports(most: int) -> Iterator[int]:
-    """Yields some ports below those that Linux gives to connections, and to who asks for any port. They are in no order."""
+    """Yields some ports in random order. They are below those that Linux gives to connections and to programs that ask for any."""
     try:
         lowest_given = int(_GIVEN_PORTS.read_text("ascii").split()[0])
     except (OSError, ValueError):
         lowest_given = 0
     below = range(_LOWEST_PORT, lowest_given)
-    yield from random.SystemRandom().sample(below, min(most, len(below)))  # The script's own generator stays as it is.
+    yield from random.SystemRandom().sample(below, min(most, len(below)))  # Leaves the script's random generator as it is.
 
 
 def _bind_to_first_free(listener: socket.socket, host: str, chosen: Iterator[int]) -> None:
@@ -235,15 +235,15 @@ def _bind_to_first_free(listener: socket.socket, host: str, chosen: Iterator[int
 
 @contextlib.contextmanager
 def duplicate(descriptor: int) -> Iterator[socket.socket]:
-    """Yields another socket of an open connection. The connection blocks, or does not, as before.
+    """Yields another socket of an open connection. The connection stays blocking or non-blocking, as before.
 
-    A script may have called `socket.setdefaulttimeout`, after which no new socket blocks, nor what shares its connection.
+    After `socket.setdefaulttimeout` in a script, new sockets do not block, nor does a connection that they share.
 
     Args:
         descriptor: Descriptor of a socket. It stays open.
 
     Raises:
-        OSError: It is closed, or is no socket.
+        OSError: It is closed, or is not a socket.
     """
     number = os.dup(descriptor)
     try:
@@ -262,7 +262,7 @@ def hang_up(connection: Connection, sending: contextlib.AbstractContextManager[A
 
     Args:
         connection: The connection.
-        sending: The lock of those who send, if other threads do: a descriptor that is closed meanwhile may be another's by then.
+        sending: The lock of other threads that send, if any. They must not use the descriptor after it is closed and reused.
     """
     with contextlib.suppress(OSError), duplicate(connection.fileno()) as own:
         own.shutdown(socket.SHUT_RDWR)
@@ -277,11 +277,11 @@ def set_patience(connection: Connection, seconds: int) -> None:
 
 
 _LOOK_SECONDS = 5.0
-"""How often to look for new connections."""
+"""Interval at which to look for new connections."""
 
 
 def watch_connections(owner: object, addresses: Iterable[str]) -> None:
-    """Has TensorFlow's connections to other machines closed about 20 seconds after such a machine has disappeared.
+    """Makes the system close TensorFlow's connections to a machine about 20 seconds after that machine has disappeared.
 
     Args:
         owner: The connections are watched for as long as it exists.
@@ -301,7 +301,7 @@ def watch_connections(owner: object, addresses: Iterable[str]) -> None:
 
 def _watch(ports: Collection[int], is_over: threading.Event) -> None:
     while not is_over.wait(_LOOK_SECONDS):
-        with contextlib.suppress(OSError, psutil.Error):  # Where the system does not list them, a lost machine is waited for.
+        with contextlib.suppress(OSError, psutil.Error):  # If the system does not list them, TensorFlow waits for a lost machine.
             for each in psutil.Process().net_connections("tcp"):
                 if each.status == psutil.CONN_ESTABLISHED and each.raddr.port in ports:
                     _check(each.fd)
@@ -341,7 +341,7 @@ def sockets_closed_in_children() -> Iterator[None]:
 
 
 def _open_sockets() -> set[tuple[int, int]]:
-    """Returns descriptors with inodes; inodes distinguish sockets that reuse a descriptor."""
+    """Returns descriptors with inodes, which distinguish sockets that reuse a descriptor."""
     found = set()
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         with contextlib.suppress(OSError):  # The descriptor of the listing itself is closed by now.

@@ -1,4 +1,4 @@
-"""Where a process listens for the others of its run, how it greets those that connect, and what each of them states."""
+"""Introductions: the place where processes meet, the server that greets them, and the statement that each of them makes."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ _TENSORFLOW = ("tensorflow", "tensorflow-cpu", "tf-nightly", "tf-nightly-cpu")
 
 @dataclass(frozen=True)
 class Place:
-    """Where processes meet, and which of them this one is.
+    """The meeting point of some processes, and the number of this one.
 
     Args:
         address: "host:port" of process 0, as the others reach it.
         number: Number of this process, from 0.
-        count: How many processes there are.
+        count: Number of processes.
         one_machine: Whether all are on this machine. They then meet on its loopback interface.
-        noun: What the processes are, for messages.
-        shared: What the processes must share to be let in, for messages.
-        setting: Where the user sets that.
+        noun: The word for a process in messages.
+        shared: The word in messages for what the processes must share.
+        setting: The setting of what they share.
 
     Raises:
         ConfigurationError: The address cannot be read.
@@ -75,7 +75,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Statement:
-    """What a process states: its number, how many there are, who and where it is, its versions, and what the others need."""
+    """The statement of a process: its number, the number of processes, its name and host, its versions, and data for the others."""
 
     number: int
     count: int
@@ -84,7 +84,7 @@ class Statement:
     told: dict[str, Any]
     host: str = LOOPBACK
     mark: str = ""
-    """Drawn for each statement that a process makes, so that it knows its own."""
+    """Random for each statement, so that a process recognises its own."""
 
     @classmethod
     def of(cls, place: Place, told: Mapping[str, Any]) -> Statement:
@@ -94,10 +94,10 @@ class Statement:
 
     @classmethod
     def from_json(cls, text: bytes) -> Statement:
-        """Reads a statement. That of another version may say more, or have no mark.
+        """Reads a statement. One from another version may have more fields, or no mark.
 
         Raises:
-            KeyError, TypeError, ValueError: It is none.
+            KeyError, TypeError, ValueError: It is not a statement.
         """
         said = json.loads(text)
         return cls(**{each.name: said[each.name] for each in fields(cls) if each.name in said})
@@ -121,7 +121,7 @@ def misfit(statements: Sequence[Statement], place: Place) -> str | None:
     """Compares the statement of the last process that has come with the others.
 
     Args:
-        statements: In the order in which the processes came, process 0 first.
+        statements: In the order of arrival, process 0 first.
         place: Where they meet.
 
     Returns:
@@ -165,7 +165,7 @@ def _version(*packages: str) -> str:
 
 
 _WAITING = 4096
-"""How many may have connected before they are looked at. All ranks of a run may come at once."""
+"""Connections that may wait to be accepted. All ranks of a run may come at once."""
 
 
 def listen(host: str, port: int, *, one_machine: bool) -> tuple[socket.socket, bool]:
@@ -212,8 +212,8 @@ def unusable(place: Place, error: OSError) -> ConfigurationError:
     """Returns the error of process 0 if it cannot listen.
 
     Args:
-        place: Where it wanted to listen.
-        error: What the system says.
+        place: The place where it tried to listen.
+        error: The system's error.
     """
     return ConfigurationError(
         message(
@@ -225,21 +225,21 @@ def unusable(place: Place, error: OSError) -> ConfigurationError:
 
 
 _MOST_AT_ONCE = 256
-"""How many are greeted at once. When more come, they wait until one has been greeted."""
+"""Connections that are greeted at once. Others wait until one of them has been greeted."""
 _TURN_SECONDS = 1.0
-"""After how long those that are greeted have to go, if none of them has been greeted meanwhile and others wait."""
+"""Seconds after which the greeted connections are closed, if none of them has finished and others wait."""
 _LOOK_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
 class Guest:
-    """Somebody who has connected.
+    """A process that has connected.
 
     Attributes:
-        connection: The connection. If it has another secret, it is closed.
+        connection: The connection. It is closed if the process has another secret.
         address: Its address.
-        reached: Address of this machine at which it came.
-        said: What it said after the proof; None if it has another secret.
+        reached: The address of this machine at which it came.
+        said: Its first message after the proof; None if it has another secret.
     """
 
     connection: Connection
@@ -249,19 +249,19 @@ class Guest:
 
 
 class Reception:
-    """Lets each that connects prove that it knows the secret, and hears what it says first, each in a thread of its own.
+    """Lets each process that connects prove that it knows the secret, and reads its first message, each in its own thread.
 
     Args:
-        server: Where they connect. The reception closes it.
+        server: The socket where they connect. The reception closes it.
         key: Shared secret.
         seconds: How long each may take.
-        hear: Reads what it says first. Whoever says what this cannot read is a stranger.
+        hear: Reads the first message. A process whose message it cannot read is dropped.
     """
 
     def __init__(self, server: socket.socket, key: bytes, seconds: int, hear: Callable[[Connection], Any]) -> None:
         self._server, self._key, self._seconds, self._hear = server, key, seconds, hear
         self._guests: queue.SimpleQueue[Guest] = queue.SimpleQueue()
-        self._deadlines: dict[Connection, float] = {}  # Of those that are being greeted, in the order in which they came.
+        self._deadlines: dict[Connection, float] = {}  # Of connections that are being greeted, in the order of arrival.
         self._lock = threading.Condition()
         self._is_closed = False
         self._thread = threading.Thread(target=self._accept, daemon=True, name="tfrep-reception")
@@ -281,7 +281,7 @@ class Reception:
         return found
 
     def close(self) -> None:
-        """Closes the server, and the connections to those that have not been taken."""
+        """Closes the server, and the connections that have not been taken."""
         self._is_closed = True
         with contextlib.suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)  # Wakes the thread.
@@ -294,7 +294,7 @@ class Reception:
     def _accept(self) -> None:
         self._server.settimeout(_LOOK_SECONDS)
         while not self._is_closed:
-            with contextlib.suppress(OSError):  # Nobody came, or one came and left.
+            with contextlib.suppress(OSError):  # No process came, or one came and left.
                 self._begin(*self._server.accept())
             self._give_up(time.monotonic())
 

@@ -1,4 +1,4 @@
-"""A meeting: processes that know one address and one secret go there, tell each other who they are, and get all addresses.
+"""A meeting: processes that know one address and one secret go there, exchange statements, and get all addresses.
 
 Process 0 listens. The others connect, prove that they know the secret, and make a statement. When all have come, each gets the
 statements of all. If they do not fit, each gets the error.
@@ -39,8 +39,8 @@ _MAKE_ONE = "(umask 077; openssl rand -hex 32 > FILE) makes one; copy it to all 
 def shared_secret(one_machine: bool) -> bytes:
     """Returns the secret that the processes of a run share.
 
-    `TFREP_SECRET_FILE` names a file with it. On one machine the user's own is used by default. It is made when it is first
-    needed, in the user's cache folder.
+    `TFREP_SECRET_FILE` names its file. Processes on one machine use the user's own secret by default, which is made when it is
+    first needed, in the user's cache folder.
 
     Args:
         one_machine: Whether all processes are on this machine.
@@ -49,8 +49,8 @@ def shared_secret(one_machine: bool) -> bytes:
         The secret.
 
     Raises:
-        ConfigurationError: The file cannot be read, or others may read it, or there is none, and the processes are on
-            several machines.
+        ConfigurationError: The file cannot be read, or other users may read it, or there is none and the processes are on several
+            machines.
 
     Example:
         >>> shared_secret(one_machine=True) == shared_secret(one_machine=True)
@@ -81,7 +81,7 @@ def shared_secret(one_machine: bool) -> bytes:
 def _read(path: Path, **setting: str) -> bytes:
     try:
         found = path.stat()
-        # What is no file may be read for ever.
+        # Reading something other than a file may never end.
         secret = path.read_bytes().strip() if stat.S_ISREG(found.st_mode) and found.st_size <= _LONGEST else None
     except OSError as error:
         raise ConfigurationError(
@@ -110,7 +110,7 @@ def _read(path: Path, **setting: str) -> bytes:
 
 
 def _make(file: Path) -> None:
-    """Writes a new secret. Processes may do so at once; all read the one that was first."""
+    """Writes a new secret. Processes may do so at once; all read the first one."""
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f"{file.name}.{secrets.token_hex(8)}")
     with open(os.open(unfinished, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as new:
@@ -125,9 +125,9 @@ def _make(file: Path) -> None:
 _log = logging.getLogger(__name__)
 
 LINE_SECONDS = 10.0
-"""How often a process says whom it awaits."""
+"""Interval at which a process reports for whom it waits."""
 _ANSWER_SECONDS, _SILENCES = 10, 2
-"""How long a process waits for the first words at the address, and after how many silences a stranger listens there."""
+"""Seconds to wait for an answer at the address, and unanswered attempts after which it belongs to another program."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 
 T = TypeVar("T")
@@ -137,8 +137,8 @@ class Visit:
     """A process that goes to the address.
 
     Args:
-        place: Where to go, and which of the processes this one is.
-        own: What it states there.
+        place: Where to go, and the number of this process.
+        own: Its statement.
         key: Shared secret.
         seconds: How long it tries.
     """
@@ -149,17 +149,17 @@ class Visit:
         self._next_line = time.monotonic() + LINE_SECONDS
 
     def insist(self, do: Callable[[], T]) -> T:
-        """Does something there again and again, until it does not fail for want of somebody who answers.
+        """Calls a function again and again, until another process answers.
 
         Args:
-            do: What to do. It calls `enter`.
+            do: The function. It calls `enter`.
 
         Returns:
-            What that returned.
+            Its result.
 
         Raises:
-            ConfigurationError: A stranger is there, or one with another secret.
-            PeerError: Nobody came in time.
+            ConfigurationError: Another program answers, or a process with another secret.
+            PeerError: No process answered in time.
         """
         pause, silences = _FIRST_PAUSE, 0
         while True:
@@ -190,13 +190,13 @@ class Visit:
             The connection.
 
         Raises:
-            OSError, EOFError: Nobody is there, or the connection broke.
-            ConfigurationError: A stranger is there, or one with another secret.
+            OSError, EOFError: No process listens there, or the connection broke.
+            ConfigurationError: Another program answers, or a process with another secret.
         """
         patience = patience or _ANSWER_SECONDS
         peer = socket.create_connection(self.place.target, timeout=patience)
         own, other = peer.getsockname()[0], peer.getpeername()
-        if peer.getsockname() == other:  # A process that calls a free port of its own machine may be given this very port.
+        if peer.getsockname() == other:  # A process that connects to a free port of its own machine may get this very port.
             peer.close()
             raise ConnectionRefusedError("Connection refused")
         connection = connection_of(peer, patience)
@@ -242,7 +242,7 @@ def given_up(place: Place, seconds: float, problem: str) -> PeerError:
     Args:
         place: Where they wanted to meet.
         seconds: How long they tried.
-        problem: Why it was in vain.
+        problem: The reason for the failure.
     """
     return PeerError(
         message(
@@ -254,13 +254,13 @@ def given_up(place: Place, seconds: float, problem: str) -> PeerError:
 
 
 class _Silence(TimeoutError):
-    """Somebody listens, and says nothing."""
+    """The other end listens, but sends nothing."""
 
 
 _GREETING_SECONDS = 10
-"""How long process 0 waits for the proof and the statement of a process that has connected."""
+"""Seconds that process 0 waits for the proof and the statement of a process that has connected."""
 _LINGER_SECONDS = 10.0
-"""How long process 0 tells an error to processes that come late."""
+"""Seconds in which process 0 sends an error to processes that come late."""
 _LOOK_SECONDS = 0.2
 _LONGEST_STATEMENT, _LONGEST_ANSWER = 1 << 16, 1 << 26
 
@@ -271,7 +271,7 @@ class Met:
 
     Attributes:
         host: Address of its machine, at which the others reach it.
-        told: What it told.
+        told: The data in its statement.
     """
 
     host: str
@@ -289,11 +289,11 @@ def meet(
     """Meets the other processes. Every one must call it.
 
     Args:
-        place: Where they meet, and which of them this one is.
-        told: What the others should know of this one: what JSON can hold.
+        place: Where they meet, and the number of this process.
+        told: Data of this process for the others, as JSON can hold it.
         secret: Default: from `shared_secret`.
         seconds: How long to wait for all of them. Default: from `meeting_seconds`.
-        guard: Process 0 calls it with the socket at which it listens. It may keep strangers away.
+        guard: Process 0 calls it with the socket at which it listens. It may keep other machines away.
 
     Returns:
         All processes, in the order of their numbers.
@@ -316,7 +316,7 @@ def meet(
 
 
 class _Visit(Visit):
-    """The part of a process that goes to the address."""
+    """A process other than process 0 in the meeting."""
 
     def until_all_have_come(self) -> list[Met]:
         """Goes there again and again, until it gets an answer."""
@@ -327,10 +327,10 @@ class _Visit(Visit):
 
         Args:
             patience: How many seconds to wait until it is let in. Default: as `enter`.
-            silence: For how many seconds it may then hear nothing. Default: 30.
+            silence: Longest silence after that, in seconds. Default: 30.
 
         Raises:
-            OSError, EOFError: Nobody is there, or the connection broke.
+            OSError, EOFError: No process listens there, or the connection broke.
         """
         with self.enter(patience) as connection:
             set_patience(connection, 0)
@@ -348,7 +348,7 @@ class _Visit(Visit):
 
 
 class _Host:
-    """The part of process 0, to which the others come."""
+    """Process 0 in the meeting, to which the others come."""
 
     def __init__(self, visit: _Visit, guard: Callable[[socket.socket], None] | None) -> None:
         self._visit, self._place, self._own, self._guard = visit, visit.place, visit.own, guard
@@ -387,7 +387,7 @@ class _Host:
 
     def _serve(self) -> None:
         guests = [guest for guest in self._reception.guests(_LOOK_SECONDS) if not self._is_this_process(guest)]
-        for key, _ in self._selector.select(0):  # It said all before, so that now it has ended. It may come again.
+        for key, _ in self._selector.select(0):  # It has sent everything before, so it has ended. It may come again.
             connection: Connection = key.fileobj  # type: ignore[assignment]
             self._selector.unregister(connection)
             del self._here[connection]
@@ -400,14 +400,14 @@ class _Host:
             self._look_at(guest)
 
     def _is_this_process(self, guest: Guest) -> bool:
-        """Whether it has come to its own address, where it looks for another process 0. It then goes away again."""
+        """Whether the guest is this process, which has gone to its own address to look for another process 0. It is sent away."""
         is_own = guest.said is not None and guest.said.mark == self._own.mark
         if is_own:
             guest.connection.close()
         return is_own
 
     def _look_at(self, guest: Guest) -> None:
-        if guest.said is None:  # Anybody may come and say anything. The others are still waited for.
+        if guest.said is None:  # Any program may connect and send anything. The others are still awaited.
             if guest.address not in self._strangers:
                 self._strangers[guest.address] = None
                 what = "At %s, a process at %s has another %s, and is not let in."
@@ -415,7 +415,7 @@ class _Host:
             return
         if is_loopback(self._own_host):
             self._own_host = guest.reached
-        # Several may have come at once: each is compared, and not the last of them only.
+        # Several may have come at once, so each is compared.
         others = [said for connection, said in self._here.items() if connection is not guest.connection]
         if error := misfit([self._own, *others, guest.said], self._place):
             raise ConfigurationError(error)
@@ -435,7 +435,7 @@ class _Host:
                 self._look_for_another_host()
 
     def _look_for_another_host(self) -> None:
-        """Goes to the address itself. If another process 0 listens there, both get an error, and all that wait."""
+        """Goes to its own address. If another process 0 listens there, both get an error, and so do all that wait."""
         with contextlib.suppress(OSError, EOFError):
             self._visit.once(patience=1, silence=1)
 
@@ -446,7 +446,7 @@ class _Host:
         return everybody
 
     def _tell_error(self, error: Exception) -> None:
-        """Tells it to all that are here. Those that come late get it for some time, unless all were waited for."""
+        """Sends an error to all that are here. Late ones get it for some time, unless the time was over for all."""
         is_late = isinstance(error, PeerError)
         deadline, told = time.monotonic() + (0 if is_late else _LINGER_SECONDS), set[int]()
         content = {"text": str(error), "lost": is_late}
@@ -493,15 +493,16 @@ def addresses_of_ranks(place: Place) -> tuple[str, ...]:
 
 
 def meet_at(addresses: Sequence[str], rank: int, source: str) -> None:
-    """Meets the other ranks at the address of rank 0, where ranks know all addresses from the start.
+    """Meets the other ranks at the address of rank 0, if ranks know all addresses from the start.
 
-    No server of TensorFlow may listen there yet. The ranks need no secret: the servers obey all machines of the run anyway. Rank 0
-    takes no connections from others, as far as it knows the machines. Programs with another list of addresses are not let in.
+    No server of TensorFlow may listen there yet. The ranks need no secret, since the servers obey all machines of the run anyway.
+    Rank 0 accepts no connections from other machines if it knows those of the run. Programs with another list of addresses are not
+    let in.
 
     Args:
         addresses: `"host:port"` of each rank.
-        rank: Which one this process is.
-        source: What the addresses are from, for messages.
+        rank: The rank of this process.
+        source: The source of the addresses, for messages.
 
     Raises:
         ConfigurationError: The ranks do not fit, or have other addresses, or another program listens there.
@@ -516,7 +517,7 @@ def meet_at(addresses: Sequence[str], rank: int, source: str) -> None:
     def guard(server: socket.socket) -> None:
         networks, problem = machines_of_run(addresses[rank], addresses)
         if problem is None:
-            with contextlib.suppress(OSError):  # The system cannot confine it. That of TensorFlow's server is told.
+            with contextlib.suppress(OSError):  # The system cannot confine it. TensorFlow's server warns of that.
                 confine(server, networks)
 
     meet(place, {}, secret=hashlib.sha256(" ".join(addresses).encode()).digest(), guard=guard)
