@@ -31,8 +31,8 @@ def local_cluster(workers: int = 2, servers: int = 1) -> Iterator[LocalClusterRe
     They end, too, when this process is killed. Only programs of this machine can connect to them.
 
     Args:
-        workers: How many workers, at least one.
-        servers: How many parameter servers, at least one.
+        workers: Number of workers, at least one.
+        servers: Number of parameter servers, at least one.
 
     Yields:
         The resolver for `ParameterServerStrategy`.

@@ -141,7 +141,7 @@ class Shards(NamedTuple):
 
 
 class KnownRows(NamedTuple):
-    """What is known about the rows of global batches before one is read. All processes must know the same.
+    """The rows of global batches, as far as they are known before one is read. All processes must know the same.
 
     Attributes:
         alike: Whether all tensors of a batch have the same number of rows; None if its `Shards` tell.

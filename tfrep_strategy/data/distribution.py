@@ -137,7 +137,7 @@ class ReplicaDataset(tf.distribute.DistributedDataset):
 
     @functools.cached_property
     def known_rows(self) -> KnownRows:
-        """What this process knows about the rows of batches."""
+        """The rows of batches, as far as this process knows them."""
         is_known, is_even = bool(self.batches) and all(map(rows_are_alike, self.batches)), not self.is_of_each
         if not is_known:
             return KnownRows(are_even=is_even, are_apart=bool(self.batches) and self.is_of_each)

@@ -101,7 +101,7 @@ class WatchedIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
 
     @property
     def known_rows(self) -> KnownRows:
-        """What is known about the rows of batches of distributed data."""
+        """The rows of batches of distributed data, as far as they are known."""
         return getattr(self._iterator, "known_rows", KnownRows())
 
     def __iter__(self) -> WatchedIterator:

@@ -55,7 +55,7 @@ def addend(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def own_sum(rows: tf.Tensor, axes: Sequence[int]) -> tf.Tensor:
-    """Returns, on each replica, the sum of its own rows over axes, which stay with size 1.
+    """Returns, on each replica, the sum of its rows over axes, which stay with size 1.
 
     Args:
         rows: The rows; the first axis is that of the batch.

@@ -32,7 +32,7 @@ MARKED, OF_OWN = "(marked)", "(of own values)"
 def rule(*types: str) -> Callable[[Rule], Rule]:
     """Makes a function the rule of operations of these types.
 
-    A rule gets the planner and an operation of the traced graph, some input of which is not replicated. It sets the value of
+    A rule gets the planner and an operation of the traced graph with an input that is not replicated. It sets the value of
     each output, and calls `Planner.replicate` for cases that it does not handle.
     """
 
@@ -208,7 +208,7 @@ class Planner(Values):
         return True
 
     def begin_rows(self, number: int, replicas: int) -> None:
-        """Shards random numbers that are drawn for this number of rows, which differs from that of the batch."""
+        """Shards random numbers for a number of rows that differs from the batch's."""
         constant = self.program.constant
         self.beside[number] = self.put_rows(self._shared_by(constant(number), constant(replicas))).rows
 

@@ -140,8 +140,8 @@ class Collective:
     """A communication between the replicas.
 
     Attributes:
-        kind: `"sum"`; `"gather"`, along `axis`; `"equal rows"`: a gather of one row from each replica; `"scatter"`: a sum, of which
-            each replica gets its row; `"first"`: the value of replica 0 of the run; `"shared"`: the value of the first replica of
+        kind: `"sum"`; `"gather"`, along `axis`; `"equal rows"`: a gather of one row from each replica; `"scatter"`: a sum whose
+            rows go to one replica each; `"first"`: the value of replica 0 of the run; `"shared"`: the value of the first replica of
             the process; `"call"`: a function that communicates by itself. `"gradient"` is a sum and `"slices"` a gather that travel
             as gradients do.
         inputs: The tensor that a replica sends.

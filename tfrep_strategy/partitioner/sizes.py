@@ -1,7 +1,7 @@
 """Values of small integer tensors that a step computes from sizes, as numbers and multiples of the batch's rows.
 
 Such a tensor is represented by an array of `Size` objects. From a global size in the traced program a replica can then compute the
-size of its own part.
+size of its part.
 """
 
 from __future__ import annotations

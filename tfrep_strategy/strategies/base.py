@@ -59,7 +59,7 @@ class SynchronousStrategy(HasOneReplica, ShowsNewNames, tf.distribute.Strategy):
         check_sync_every: Number of steps of `fit` between two calls of `assert_in_sync(model)`; None for no checks.
         shard_optimizer_state: Whether each replica keeps its part of the optimizer's slots only (ZeRO-1).
         batch_statistics: `"global"`: `BatchNormalization` takes mean and variance of the global batch, as one device does.
-            `"replica"`: each replica takes those of its own rows.
+            `"replica"`: each replica takes those of its rows.
         allow_plain_models: Whether models that were made outside the scope may train, each process for itself.
         partition_functions: Whether replicas share the work of a user's `tf.function` as if `tfrep.partition` wrapped it. The
             function must be called in the scope, get or draw rows, and write variables.

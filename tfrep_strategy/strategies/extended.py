@@ -223,7 +223,7 @@ class SynchronousExtended(NoticesKeras2):
 
     @property
     def of_gradients(self) -> Gradients:
-        """How gradients travel in a partitioned step."""
+        """The communication of gradients in a partitioned step."""
         return Gradients(self.bucket_bytes_for, lambda: self.strategy.compression, self._run_on_each, timed_collectives)
 
     def _run_on_each(self, function: Callable[..., Any], arguments: Sequence[Sequence[Any]]) -> list[Any]:

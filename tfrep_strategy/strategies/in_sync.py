@@ -90,7 +90,7 @@ def replica_checksums(variables: Sequence[Any], num_local_replicas: int) -> list
     Args:
         variables: Keras or TensorFlow variables. Variables that each replica keeps for itself, such as the totals of
             metrics, are left out.
-        num_local_replicas: How many copies a variable has in this process.
+        num_local_replicas: Number of copies of a variable in this process.
 
     Returns:
         A list of the checksums of all variables, in order, for each replica of this process.

@@ -21,7 +21,7 @@ class LogicalDevices:
 
     Args:
         devices: All devices. The first `devices_per_replica` belong to replica 0, and so on.
-        devices_per_replica: How many devices a replica has.
+        devices_per_replica: Number of devices of a replica.
         layer_placement: The logical device of Keras layers, by name. Layers inside a named layer are placed with it.
 
     Raises:

@@ -93,7 +93,7 @@ class MirroredStrategy(SynchronousStrategy):
 
     Args:
         devices: Device names such as `["GPU:0", "GPU:1"]`. Default: all GPUs, or all logical CPUs where there are none.
-        devices_per_replica: How many devices each replica has. The first ones belong to replica 0. See
+        devices_per_replica: Number of devices of each replica. The first ones belong to replica 0. See
             `logical_device_for_variables` and `tfrep.logical_device`.
         keras_layer_placement: The logical device of Keras layers, by name, for models that do not place their layers.
         bucket_bytes: Gradients are summed in buckets of about this many bytes. On GPUs, NCCL sums each bucket at once. On
@@ -107,8 +107,8 @@ class MirroredStrategy(SynchronousStrategy):
         shard_optimizer_state: Whether each replica keeps its part of the optimizer's slots only, and updates its part of the
             weights (ZeRO-1). The answer and the files are the same; see docs/sharded_optimizer.md.
         batch_statistics: `"global"`: `BatchNormalization` takes the mean and the variance of the global batch, as one device does.
-            `"replica"`: each replica takes those of its own rows, and waits for no other. The answer then depends on how many
-            replicas there are; see docs/speed.md.
+            `"replica"`: each replica takes those of its rows, without waiting for the others. The answer then depends on the number
+            of replicas; see docs/speed.md.
         allow_plain_models: Whether models that were made outside the scope train without a warning. One device trains such a model.
         partition_functions: Whether replicas share the work of your own `tf.function`s as if `tfrep.partition` wrapped them. Such a
             function is called in the scope, gets or draws rows, and writes variables.

@@ -46,8 +46,8 @@ class MultiWorkerStrategy(SynchronousStrategy):
         shard_optimizer_state: Whether each replica keeps its part of the optimizer's slots only, and updates its part of the
             weights (ZeRO-1). The answer and the files are the same; see docs/sharded_optimizer.md.
         batch_statistics: `"global"`: `BatchNormalization` takes the mean and the variance of the global batch, as one device does.
-            `"replica"`: each replica takes those of its own rows, and waits for no other. The answer then depends on how many
-            replicas there are; see docs/speed.md.
+            `"replica"`: each replica takes those of its rows, without waiting for the others. The answer then depends on the number
+            of replicas; see docs/speed.md.
         allow_plain_models: Whether models that were made outside the scope may train. Each rank trains such a model alone; by
             default it is refused.
         partition_functions: Whether replicas share the work of your own `tf.function`s as if `tfrep.partition` wrapped them. Such a

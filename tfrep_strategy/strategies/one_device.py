@@ -100,7 +100,7 @@ class OneReplica(DefaultDistributionExtended):
         return marks.replica()
 
     def own_sum(self, rows: tf.Tensor, axes: Sequence[int]) -> tf.Tensor:
-        """Returns, for each replica, the sum of its own rows over axes, which stay with size 1."""
+        """Returns, for each replica, the sum of its rows over axes, which stay with size 1."""
         return marks.own_sum(rows, axes)
 
     def spread(self, own: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:

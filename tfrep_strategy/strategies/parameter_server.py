@@ -261,7 +261,7 @@ class StepRunner:
 
     @property
     def num_unfinished(self) -> int:
-        """How many steps are queued or running."""
+        """The number of queued and running steps."""
         return len(self._unfinished)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
@@ -403,7 +403,7 @@ class ParameterServerStrategy(ShowsNewNames, tf.distribute.ParameterServerStrate
 
     @property
     def num_workers(self) -> int:
-        """How many workers the cluster has, dead ones included."""
+        """The number of workers of the cluster, including dead ones."""
         return len(self._jobs["worker"])
 
     def addresses(self, job: str) -> list[str]:

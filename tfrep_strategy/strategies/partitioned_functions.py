@@ -143,8 +143,8 @@ def partition(function: Callable[..., Any]) -> PartitionedFunction:
     """Makes the replicas of the strategy in scope share the work of a function that is written for one device.
 
     The function means the same as on one device: it gets whole batches, and sees one replica. It is traced as by
-    `tf.function`, for each kind of arguments. Replicas share the rows of its arguments, and random numbers that are drawn for
-    equally many rows. All processes call it with the same arguments; the first of each kind are compared.
+    `tf.function`, for each kind of arguments. Replicas share the rows of its arguments, and random numbers for equally
+    many rows. All processes call it with the same arguments; the first of each kind are compared.
 
     Args:
         function: A Python function or a `tf.function`. Its arguments and results are nests of tensors; other arguments are

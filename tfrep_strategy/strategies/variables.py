@@ -266,7 +266,7 @@ class PartVariable(ReplicaVariable):
 
     @classmethod
     def made(cls, extended: Any, creator: Callable[..., Any], cut: Cut, **kwargs: Any) -> PartVariable:
-        """Makes a variable of which each replica of this process holds its part.
+        """Makes a variable that is sharded over the replicas: each replica of this process holds its part.
 
         Args:
             extended: The `extended` of the strategy.

@@ -338,7 +338,7 @@ def _all_ranks(server: socket.socket, size: int, deadline: float) -> dict[int, s
 
 
 def _heard(guest: socket.socket, size: int, taken: Container[int]) -> int | None:
-    """Returns the rank of a process of this run; None for another process. One of this package is told why."""
+    """Returns the rank of a process of this run; None for another process, which gets the reason if it belongs to this package."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         said = json.loads(guest.recv(_LONGEST_HELLO))
         rank, own = said["rank"], {"size": size, "version": __version__}

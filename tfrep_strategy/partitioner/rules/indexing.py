@@ -1,6 +1,6 @@
 """Slices, gathers and scatters, and rows that data choose.
 
-If data choose rows, for example by a mask, each replica continues with those of its own rows that were chosen. Their number is
+If data choose rows, for example by a mask, each replica continues with the chosen ones of its rows. Their number is
 known at run time. Replicas gather these numbers when their sum is needed, as for a mean.
 """
 
@@ -18,7 +18,7 @@ from tfrep_strategy.partitioner.values import OwnRows
 
 
 def _chosen(plan: Planner, own: Tensor) -> Rows:
-    """Returns the rows of which this replica has the size of a tensor's first axis."""
+    """Returns new rows. This replica's share of them is the size of the tensor's first axis."""
     add = plan.program.add
     count = add("Slice", add("Shape", own), [0], [1])
     count.shape = tf.TensorShape([1])

@@ -1,7 +1,7 @@
 """Operations that reduce axes, or run along one.
 
 Some sums are of deviations, or their squares, from a value that the replicas have yet to compute, as in the variance of a batch.
-A replica could wait for the value before it sends its sum. Instead it sends sums of its own rows at once. From these all replicas
+A replica could wait for the value before it sends its sum. Instead it sends sums of its rows at once. From these all replicas
 compute the squared deviations from any value: `sum (x - m)^2 = sum x^2 - 2 m sum x + m^2 n`. So the mean and the
 variance of a batch cost one round of collectives.
 

@@ -28,7 +28,7 @@ def let_the_chief_decide(rank: int, size: int) -> None:
 
     Args:
         rank: The rank of this process.
-        size: How many processes there are.
+        size: Number of processes.
 
     Example:
         >>> let_the_chief_decide(rank=0, size=1)
