@@ -1,4 +1,4 @@
-"""The aggregation of the replicas' gradients, weighed by their shares (`core/step.py`), to the global gradient."""
+"""The aggregation of the replicas' gradients, weighted by their shares (`core/step.py`), to the global gradient."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def aggregate(gradients: Sequence[Gradient], *, all_reduce: AllReduce, all_gathe
     """Sums the gradients of all replicas. Every replica calls it with its own gradients.
 
     Args:
-        gradients: This replica's gradients, weighed by its share; None for a variable without a gradient.
+        gradients: This replica's gradients, weighted by its share; None for a variable without a gradient.
         all_reduce: Sums a list of dense tensors over the replicas.
         all_gather: Concatenates tensors of different length along the first dimension, in replica order.
         bucket_bytes: Gradients are sent in buckets of about this size. The last variables go first, since backward reaches

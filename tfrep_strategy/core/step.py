@@ -82,7 +82,7 @@ class Share:
         """Returns the share as a weight in a weighted mean, as in metrics."""
         return tf.cast(self.value, dtype)
 
-    # Consequences for values that are weighed later.
+    # Consequences for values that are weighted later.
 
     def unweigh(self, value: Gradient) -> Gradient:
         """Divides a part of a global sum by the share, so that weighing it leaves the part. The quotient by 0 is 0."""
@@ -91,7 +91,7 @@ class Share:
         return _rounded_once(tf.math.divide_no_nan, value, self.value)
 
     def through(self, send: Callable[[list[tf.Tensor]], list[tf.Tensor]], gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Sends gradients back through a collective, in a step that weighs its gradients after backward.
+        """Sends gradients back through a collective, in a step that weights its gradients after backward.
 
         A gradient that flows back through a collective comes from the loss of another replica. It has the share of that
         replica, and will be multiplied by the share of this one.
@@ -229,7 +229,7 @@ class KerasExtended(Protocol):
         """Sums over all replicas; called inside a replica."""
 
     def aggregate_gradients(self, gradients: Sequence[Any]) -> list[Any]:
-        """Sums gradients of replicas, weighed by their shares, to global gradients; called inside a replica."""
+        """Sums gradients of replicas, weighted by their shares, to global gradients; called inside a replica."""
 
     def bucket_bytes_for(self, tensors: Sequence[Any]) -> int:
         """Returns the size in bytes of the buckets for such gradients; called inside a replica."""
@@ -334,7 +334,7 @@ _share: Setting[Share | None] = Setting(None)
 
 
 def current_share() -> Share | None:
-    """Returns the share of this replica's thread in a step that weighs by examples; None outside one."""
+    """Returns the share of this replica's thread in a step that weights by examples; None outside one."""
     return _share.value
 
 

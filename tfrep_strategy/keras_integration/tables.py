@@ -462,7 +462,7 @@ class TrainingPatches:
     )
     scale_for_replicas = patch(
         "losses.loss:scale_loss_for_distribution", "(value)",
-        why="a step that weighs gradients by examples does not weigh losses",
+        why="a step that weights gradients by examples does not weigh losses",
     )
     unscale_for_replicas = patch(
         "losses.loss:unscale_loss_for_distribution", "(value)",

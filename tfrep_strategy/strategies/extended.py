@@ -268,7 +268,7 @@ class SynchronousExtended(NoticesKeras2):
         """Aggregates the gradients of the replicas to the global gradients. Every replica calls it.
 
         Args:
-            replica_gradients: The gradient of each variable, weighed by the replica's share: `tf.Tensor`, `tf.IndexedSlices`
+            replica_gradients: The gradient of each variable, weighted by the replica's share: `tf.Tensor`, `tf.IndexedSlices`
                 or None.
 
         Returns:

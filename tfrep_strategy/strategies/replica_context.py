@@ -21,7 +21,7 @@ from tfrep_strategy.strategies.in_sync import seeds_of_replica
 
 
 class _WeighedGradient:
-    """Overrides `all_reduce` in steps that weigh by examples: its gradient uses the shares of all replicas (`Share.through`)."""
+    """Overrides `all_reduce` in steps that weight by examples: its gradient uses the shares of all replicas (`Share.through`)."""
 
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         share = current_share()

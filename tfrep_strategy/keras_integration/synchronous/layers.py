@@ -2,7 +2,7 @@
 
 In a custom training loop gradients are summed, as under TensorFlow's strategies, and a mean divides by the count of all
 replicas. In a step whose replicas have local batches, a loss is the mean over the replica's examples, and its share
-(`core/step.py`) weighs the gradient later (`optimizer.py`). A one-device step needs none of this.
+(`core/step.py`) weights the gradient later (`optimizer.py`). A one-device step needs none of this.
 
 Some losses compare the rows of a batch with each other. Their value on a part of a batch says nothing about the whole, so no
 weights could correct it. Every replica computes such a loss of the global batch, from rows that were gathered with their gradients.
@@ -201,7 +201,7 @@ def loss_of_whole_batch(
         value = compute(loss, everyone["y_true"], everyone["y_pred"], everyone["sample_weight"])
     if len(value.shape):
         return value[first : first + rows]
-    # In a step that weighs by examples, the mean over the replicas counts; otherwise their sum.
+    # In a step that weights by examples, the mean over the replicas counts; otherwise their sum.
     return value if current_share() is not None else value / strategy.num_replicas_in_sync
 
 
@@ -258,7 +258,7 @@ class Losses(SynchronousBase):
         valid = ops.sum(ops.cast(mask, dtype))
         all_total, all_valid = map(ops.stop_gradient, self.strategy.extended.sum_over_replicas([total, valid]))
         share = current_share()
-        # A step weighs by rows. Rows may have other lengths on each replica if each reads its own data.
+        # A step weights by rows. Rows may have other lengths on each replica if each reads its own data.
         entries = all_total if share is None else share.unweigh(total)
         return original(sample_weight, mask, dtype, None) * ops.divide_no_nan(entries, all_valid)
 
@@ -284,7 +284,7 @@ class Losses(SynchronousBase):
         return original(values, sample_weight, reduction)
 
     def scale_for_replicas(self, original: Any, value: Any) -> Any:
-        """Scales a loss for the sum of gradients, except in a step that weighs gradients, and outside replicas."""
+        """Scales a loss for the sum of gradients, except in a step that weights gradients, and outside replicas."""
         return original(value) if self._divides_by_replicas else value
 
     def unscale_for_replicas(self, original: Any, value: Any) -> Any:
@@ -292,7 +292,7 @@ class Losses(SynchronousBase):
         return original(value) if self._divides_by_replicas else value
 
     def update_mean(self, original: Any, metric: Any, values: Any, sample_weight: Any = None) -> Any:
-        """Weighs a scalar without a weight, such as a loss, by the replica's share of the batch."""
+        """Weights a scalar without a weight, such as a loss, by the replica's share of the batch."""
         share = current_share()
         if share is not None and not sees_whole_batch.value and not ops.shape(values):
             # The mean over no examples is NaN, which a weight of zero would not remove.

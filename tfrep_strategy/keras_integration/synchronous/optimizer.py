@@ -337,6 +337,6 @@ class Updates(ShardedUpdates):
 
 
 def _weighed(grads: list[Any]) -> list[Any]:
-    """Multiplies gradients by the replica's share, in a step that weighs by examples."""
+    """Multiplies gradients by the replica's share, in a step that weights by examples."""
     share = current_share()
     return grads if share is None else [share.weigh(g) for g in grads]

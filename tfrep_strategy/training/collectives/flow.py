@@ -1,6 +1,6 @@
 """Collectives that gradients flow through.
 
-The equivalent computation on one device minimizes the sum of the replicas' losses. In a step that weighs by examples it minimizes
+The equivalent computation on one device minimizes the sum of the replicas' losses. In a step that weights by examples it minimizes
 their mean, weighted by their shares; see `Share.through`.
 """
 
@@ -24,7 +24,7 @@ class Flow:
 
     Args:
         communicator: The communicator of this replica.
-        share: The replica's share of all examples, in a step that weighs by examples; None elsewhere.
+        share: The replica's share of all examples, in a step that weights by examples; None elsewhere.
     """
 
     def __init__(self, communicator: Communicator, share: Share | None) -> None:
