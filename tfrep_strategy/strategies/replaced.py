@@ -40,7 +40,7 @@ def _unless_ours(rules: Any) -> Any:
 REPLACED = Replacements(
     TENSORFLOW,
     "TensorFlow",
-    "These are functions of modules, and methods of classes that TensorFlow makes by itself.",
+    "These are functions of modules, and methods of classes that TensorFlow itself creates.",
     (
         Replacement(
             Function, "__call__", "(self, *args, **kwds)", lambda _: call_in_scope,
@@ -48,7 +48,7 @@ REPLACED = Replacements(
         ),
         Replacement(
             loops_of_autograph._registry, tf.data.Dataset, _LOOP.format("ds"), lambda _: loop,
-            "a loop over data, in a function that replicas share, is one of the graph",
+            "a loop over data in a function whose work replicas share becomes a graph loop",
         ),
         Replacement(
             loops_of_autograph._registry, OwnedIterator, _LOOP.format("iter_"), lambda _: loop,
@@ -56,22 +56,22 @@ REPLACED = Replacements(
         ),
         Replacement(
             autograph_rules, "CONVERSION_RULES", "", _unless_ours,
-            "AutoGraph converts nothing of this package, as it converts nothing of TensorFlow",
+            "AutoGraph skips this package, as it skips TensorFlow",
         ),
         Replacement(
             random_seeds, "get_seed", "(op_seed)", with_seeds_of_replica,
-            "an operation with a seed draws other numbers on each replica",
+            "an operation with a seed draws different numbers on each replica",
         ),
         Replacement(
             random_generators, "get_replica_id", "()", none_in_trace,
-            "in the step of one device a `tf.random.Generator` has no replica",
+            "in a one-device step a `tf.random.Generator` has no replica",
         ),
         Replacement(
             MirroredReplicaThread, "__init__",
             "(self, dist, coord, replica_id, devices, variable_creator_fn, fn, caching_scope, args, kwargs,"
             " thread_local_callables=None)",
             inheriting,
-            "the thread of a replica has the state of its caller",
+            "the thread of a replica inherits the state of its caller",
         ),
         Replacement(
             MirroredReplicaThread, "run", "(self)", with_inherited,
@@ -82,7 +82,7 @@ REPLACED = Replacements(
             "(pred, true_graph, false_graph, true_inputs, false_inputs, building_gradient, add_identities=True,"
             " prevent_lowering=False, name=None)",
             deciding_a_truth,
-            "replicas of a process that decide otherwise about a branch with a collective are told so",
+            "raises an error if replicas of a process choose different branches with a collective",
         ),
         Replacement(
             cond_v2, "_build_case", "(branch_index, branch_graphs, branch_inputs, name=None, lower_using_switch_merge=None)",
@@ -94,32 +94,32 @@ REPLACED = Replacements(
             "(cond, body, loop_vars, shape_invariants=None, parallel_iterations=10, maximum_iterations=None, name=None,"
             " return_same_structure=True, back_prop=True)",
             in_order,
-            "a loop that draws random numbers runs round by round, so that all processes draw alike",
+            "a loop that draws random numbers runs its rounds in order, so that all processes draw the same",
         ),
         Replacement(
             array_operations, "mirror_pad", "(input, paddings, mode, name=None)", of_no_rows_too,
-            "pads the part of a replica that has no rows",
+            "pads a replica's part even without rows",
         ),
         Replacement(
             LoadedFunction, "_call_flat", "(self, args, captured_inputs)", with_copies_that_are_read,
-            "a loaded model is called outside of replicas with the local copies",
+            "outside of replicas, calls a loaded model with the local copies",
         ),
         Replacement(
             tf.train.Checkpoint, "save", "(self, file_prefix, options=None)", saved_now,
-            "on several processes not in the background",
+            "with several processes, saves in the foreground",
         ),
         Replacement(
             tf.train.Checkpoint, "_write", "(self, file_prefix, options=None)", lambda write: saved_now(written_by_one(write)),
-            "a path is written by one process, and its files are on the disk before they are named",
+            "one process writes the path; files are on disk before they get their names",
         ),
         Replacement(
             saved_models, "save", "(obj, export_dir, signatures=None, options=None)", exported_by_one,
-            "a path is written by one process",
-            also=(tf.saved_model,),  # Who imports that module, as Keras does, gets a new one.
+            "one process writes the path",
+            also=(tf.saved_model,),  # A program that imports this module, as Keras does, gets the replacement.
         ),
         Replacement(
             tf.data.Dataset, "cache", "(self, filename='', name=None)", with_own_file,
-            "each process caches in a file of its own",
+            "each process has its own cache file",
         ),
     ),
 )

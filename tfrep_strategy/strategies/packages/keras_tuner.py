@@ -79,12 +79,12 @@ def _ended_alike(original: Callable[..., None]) -> Callable[..., None]:
 TABLE = Replacements(
     Tested("keras-tuner", "1.4", "1.4"),
     "KerasTuner",
-    "A search reads and writes its project through functions of a module, and a tuner is of the class that the user has named.",
+    "A search reads and writes its project by functions of a module, and the user chooses the class of the tuner.",
     (
         Replacement(files, "exists", "(path)", _by_chief, "all ranks find the same project"),
         Replacement(files, "glob", "(path)", _by_chief, "the same"),
-        Replacement(files, "rmtree", "(path)", _by_chief, "one rank removes a project that is overwritten"),
-        Replacement(files, "File", "(filename, mode)", _file_of_chief, "one rank writes what all know, and all read the same"),
+        Replacement(files, "rmtree", "(path)", _by_chief, "one rank removes an overwritten project"),
+        Replacement(files, "File", "(filename, mode)", _file_of_chief, "one rank writes; all ranks read the same content"),
         Replacement(utils, "create_directory", "(path, remove_existing=False)", _of_chief_only, "one rank makes folders"),
         Replacement(
             Oracle, "__init__",
@@ -95,7 +95,7 @@ TABLE = Replacements(
         ),
         Replacement(
             BaseTuner, "_try_run_and_update_trial", "(self, trial, *fit_args, **fit_kwargs)", _ended_alike,
-            "a trial that fails on one rank is told to all",
+            "a trial that fails on one rank fails on all",
         ),
     ),
 )

@@ -34,7 +34,7 @@ def _of_chief_only(original: Callable[[Any], None]) -> Callable[[Any], None]:
 TABLE = Replacements(
     Tested("mlflow", "3.17", "3.17"),
     "MLflow",
-    "Where runs go is a variable of a module of MLflow.",
+    "The destination of runs is a variable of a module of MLflow.",
     (
         Replacement(
             utils, "set_tracking_uri", "(uri)", _of_chief_only, "a run is reported once, by rank 0", (mlflow, mlflow.tracking)

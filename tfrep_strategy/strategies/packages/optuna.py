@@ -120,7 +120,7 @@ _also = (optuna, optuna.study)
 TABLE = Replacements(
     Tested("optuna", "5.0", "5.0"),
     "Optuna",
-    "Users make studies by functions of Optuna, which make the storage and a sampler without a seed by themselves.",
+    "Users create studies by functions of Optuna, which create the storage and an unseeded sampler themselves.",
     (
         Replacement(
             optuna.Study, "__init__", "(self, study_name, storage, sampler=None, pruner=None)", _decided_by_chief,
@@ -129,19 +129,19 @@ TABLE = Replacements(
         Replacement(
             optuna.Study, "optimize", "(self, func, n_trials=None, timeout=None, n_jobs=1, catch=(), callbacks=None,"
             " gc_after_trial=False, show_progress_bar=False)",
-            _stopped_by_chief, "rank 0's clock ends a search; a trial that fails on one rank is told to all",
+            _stopped_by_chief, "rank 0's clock ends a search; a trial that fails on one rank fails on all",
         ),
         Replacement(
             study, "create_study", "(*, storage=None, sampler=None, pruner=None, study_name=None, direction=None,"
             " load_if_exists=False, directions=None)",
-            _by_chief, "one rank writes what a study stores", _also,
+            _by_chief, "one rank writes the stored study", _also,
         ),
         Replacement(study, "load_study", "(*, study_name, storage, sampler=None, pruner=None)", _by_chief, "the same", _also),
         Replacement(study, "delete_study", "(*, study_name, storage)", _by_chief, "the same", _also),
         Replacement(
             RDBStorage, "__init__", "(self, url, engine_kwargs=None, skip_compatibility_check=False, *, heartbeat_interval=None,"
             " grace_period=None, heartbeat_stale_trial_callback=None, failed_trial_callback=None, skip_table_creation=False)",
-            _opened_by_chief_first, "two ranks that make the tables of a new database at once would fail",
+            _opened_by_chief_first, "ranks must not create the tables of a new database at the same time",
         ),
     ),
 )
