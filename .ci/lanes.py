@@ -58,7 +58,7 @@ def command(lane: str) -> list[str]:
         lane: The lane.
     """
     if lane == SHORT:
-        return [*PYTEST, "--durations=40"]
+        return [*PYTEST, "--durations=40", "--rooms"]
     if lane.startswith("versions_"):
         return ["env", "TFREP_HOROVOD_TESTS=none", "nox", "-s", lane.removeprefix("versions_"), "--", "-x"]
     return [*PYTEST, "-x", "-m", lane]

@@ -16,6 +16,7 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 from collections.abc import Callable, Iterator  # noqa: E402
 
+import coverage_of_rooms  # noqa: E402
 import docstrings  # noqa: E402
 import lanes  # noqa: E402
 import leaks  # noqa: E402
@@ -39,7 +40,11 @@ _MANY_PROCESSES = ("test_collectives.py", "test_one_device_answer.py")
 """Modules that use pools of more than two processes, too. They come behind all others."""
 
 
+pytest_addoption = coverage_of_rooms.pytest_addoption
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    coverage_of_rooms.measure_if_wanted(config)
     config.pluginmanager.register(lanes)
     config.pluginmanager.register(leaks)
 

@@ -22,7 +22,11 @@ _LIMIT = 60
 
 _PROJECT = {
     "setup.cfg": "[tool:pytest]\ntestpaths = tests\naddopts = --strict-markers\n",
-    "tests/conftest.py": "from lanes import pytest_collection_modifyitems, pytest_configure\n",
+    "tests/conftest.py": """
+from lanes import pytest_collection_modifyitems, pytest_configure
+
+def pytest_addoption(parser): parser.addoption("--rooms", action="store_true")
+""",
     "tests/test_faults.py": """
 import pytest
 from lanes import in_lane, others_in_lane
