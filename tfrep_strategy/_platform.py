@@ -28,7 +28,7 @@ def refuse_other_systems() -> None:
     The command `tfrep` ends with the sentence alone. A program gets an error.
 
     Raises:
-        ImportError: Something is missing. No class of this package would do, since nobody can import it.
+        ImportError: Something is missing. A class of this package would not do, since the package cannot be imported.
     """
     if lacking := missing():
         text = f"tfrep_strategy needs Linux, and Python on {sys.platform} has no {', '.join(lacking)}: on Windows, use WSL2."

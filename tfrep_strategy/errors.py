@@ -105,9 +105,9 @@ def message(what: str, hint: Any = None, **received: Any) -> str:
 
 
 def install_hint(extra: str) -> str:
-    """Returns the hint that installs what an extra brings.
+    """Returns the hint that installs the packages of an extra.
 
-    No index has the package. A hint that names it would install what a stranger registers under that name.
+    No index has the package. A hint that names it would install any package that is registered under that name.
 
     Args:
         extra: The name of the extra in `pyproject.toml`.

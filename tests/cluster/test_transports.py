@@ -80,8 +80,8 @@ def test_auto_where_servers_are_open_to_everybody(gpus):
         (GLOO, True, "a limit", "tf", "no NCCL"),
         (GLOO, False, None, "shared_memory", ""),
         (None, False, None, "shared_memory", ""),
-        (GLOO, False, "a limit", "horovod", 'Communicator "horovod": common memory would be faster, .* be used: a limit'),
-        (None, False, "a limit", "tf", 'Communicator "tf": common memory would be faster, .* be used: a limit'),
+        (GLOO, False, "a limit", "horovod", 'Communicator "horovod": shared memory would be faster, .* be used: a limit'),
+        (None, False, "a limit", "tf", 'Communicator "tf": shared memory would be faster, .* be used: a limit'),
     ],
 )
 def test_a_launcher_says_why_it_passes_others_over(monkeypatch, horovod, gpus, apart, expected, warned):

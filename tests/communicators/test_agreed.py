@@ -1,4 +1,4 @@
-"""How all ranks come to common memory, or none does."""
+"""How all ranks come to shared memory, or none does."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tfrep_strategy.communicators import shared_memory
 from tfrep_strategy.communicators.shared_memory import SharedMemoryCommunicator
 from tfrep_strategy.communicators.shared_memory.links import socket_name
 
-pytestmark = pytest.mark.skipif(not SHARES_MEMORY, reason="common memory needs Linux")
+pytestmark = pytest.mark.skipif(not SHARES_MEMORY, reason="shared memory needs Linux")
 
 
 def chosen(strategy: Any, spoil: Callable[[Any], Callable[[], None]], has_gpu: list[bool]) -> tuple[str, float, list[str]]:
@@ -83,7 +83,7 @@ def test_all_ranks_or_none(
     assert not found[1][2]
     assert len(found[0][2]) == (warned is not None)
     for line in found[0][2]:
-        assert f'Communicator "tf": common memory would be faster, but cannot be used: {warned}' in line
+        assert f'Communicator "tf": shared memory would be faster, but cannot be used: {warned}' in line
 
 
 def test_limits_are_problems() -> None:

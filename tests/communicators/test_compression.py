@@ -74,7 +74,7 @@ def over_loopback() -> Iterator[Callable[[], int]]:
 
 @contextlib.contextmanager
 def through_memory() -> Iterator[Callable[[], int]]:
-    """Counts the bytes that this rank writes to common memory: what it brings, and its parts of results."""
+    """Counts the bytes that this rank writes to shared memory: what it brings, and its parts of results."""
     written = []
     read, reduce_in_order = memory.Row.read, memory.reduce_in_order
 
@@ -114,7 +114,7 @@ def bytes_of_sums(strategy: Any, times: int, counting: Callable[[], Any]) -> lis
     [("tf", over_loopback, 2.0), ("horovod", over_loopback, 2.0), ("shared_memory", through_memory, 1.5)],
 )
 def test_half_the_bytes(communicator: str, counting: Any, least: float, worker_pool: Any) -> None:
-    """A sum of two sends all that both bring. To common memory, a rank writes what it brings, and half of the result."""
+    """A sum of two sends all that both bring. To shared memory, a rank writes what it brings, and half of the result."""
     times = 5
     plain, compressed = worker_pool(communicator, 2).run(bytes_of_sums, times, counting)[0]
     assert plain >= times * least * _FLOATS * 4

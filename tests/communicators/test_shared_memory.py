@@ -1,4 +1,4 @@
-"""Common memory, and how ranks meet. Here members are threads, which use the same sockets and the same memory as processes do."""
+"""Shared memory, and how ranks meet. Here members are threads, which use the same sockets and the same memory as processes do."""
 
 from __future__ import annotations
 

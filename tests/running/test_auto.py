@@ -67,7 +67,7 @@ def test_several_processes_are_the_replicas() -> None:
     assert Options(2, strategy="mirrored").resolved_strategy == "mirrored"
 
 
-on_cpus = pytest.mark.skipif(not SHARES_MEMORY or gpus_are_visible(), reason="common memory is chosen on Linux, without GPUs")
+on_cpus = pytest.mark.skipif(not SHARES_MEMORY or gpus_are_visible(), reason="shared memory is chosen on Linux, without GPUs")
 
 
 def made_by_the_program() -> list[Any]:

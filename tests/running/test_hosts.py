@@ -240,7 +240,7 @@ MISTAKES: dict[Callable[..., dict[str, object]], str] = {
     no_such_host: UNREACHABLE + r"\(.*\)\. .*\nHint: check the name, that the host is on, and that `ssh -F",
     another_key: KEY,
     no_key: KEY,
-    no_permission: UNREACHABLE + r"\(.*Permission denied.*\nHint: nobody is asked for a password here\.",
+    no_permission: UNREACHABLE + r"\(.*Permission denied.*\nHint: no password is asked for here\.",
     no_folder: r"10\.77\.0\.2: The working folder cannot be entered .*folder='.*there'\nHint: have the program in the same",
     no_interpreter: r"10\.77\.0\.2 has no Python where this machine .*interpreter='.*there/python'\nHint: install the same",
     no_ssh: r"Cannot start no-such-ssh \(No such file or directory\)\..*\nHint: install OpenSSH's client, or set TFREP_SSH",

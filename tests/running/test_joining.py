@@ -211,7 +211,7 @@ def test_a_rank_of_a_run_starts_no_other(task: str, monkeypatch: pytest.MonkeyPa
     from tfrep_strategy.contrib.demo import run_demo
     from tfrep_strategy.running import Options, run_script
 
-    with pytest.raises(tfrep.errors.ConfigurationError, match="`tfrep demo` would start a run of its own in each"):
+    with pytest.raises(tfrep.errors.ConfigurationError, match="`tfrep demo` would start a separate run in each"):
         run_demo(None)
     monkeypatch.setenv("TFREP_NUM_REPLICAS", "2")  # Of the `tfrep run` that has made this process a rank.
     with pytest.raises(tfrep.errors.ConfigurationError, match="call it outside of a run"):

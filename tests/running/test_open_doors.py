@@ -88,7 +88,7 @@ def test_a_run_on_one_machine(kind: str, user: str, machines: Machines, hosts: l
         (tmp_path / "go").touch()
         output = process.communicate(timeout=LIMIT)[0]
     assert process.returncode == 0, output
-    assert "Whoever reaches the ports" not in output
+    assert "Any program that reaches the ports" not in output
     assert not taken, ports
     assert len(told) >= 2
     assert "sesame" not in str(told) + output  # Every user of a machine reads command lines.
@@ -135,7 +135,7 @@ def test_a_run_on_two_machines(communicator: str, hosts: list[str], tmp_path: Pa
         (tmp_path / "go").touch()
         outputs = [process.communicate(timeout=LIMIT)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
-    assert "Whoever reaches the ports" not in outputs[0]
+    assert "Any program that reaches the ports" not in outputs[0]
     assert len(ports) == 1, ports
     assert not taken
 

@@ -1,4 +1,4 @@
-"""Training over common memory: the answer of one device, and the order of collectives."""
+"""Training over shared memory: the answer of one device, and the order of collectives."""
 
 from __future__ import annotations
 

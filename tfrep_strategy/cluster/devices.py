@@ -202,7 +202,7 @@ def warn_if_shared(gpus: Sequence[str | None]) -> None:
         warn(
             message(
                 "Several replicas share a GPU. NCCL refuses that, so gradients are summed without it.",
-                hint="give each replica a GPU of its own; several on one are no faster than one."
+                hint="give each replica its own GPU; several on one are no faster than one."
                 f" For parts that MIG has cut, {_SEVERAL_ON_ONE}=1 (NCCL 2.30).",
                 replicas_by_gpu=shared,
             ),

@@ -186,7 +186,7 @@ def choose_communicator(
         ('tf', 'horovod')
     """
     if size == 1:
-        return Choice("tf", "a single process talks to nobody.")
+        return Choice("tf", "a single process has no peers.")
     if apart_because is None and not gpus and size <= MOST_SHARING:
         return Choice("shared_memory", "all processes are on this machine, and have no GPU.")
     if "mpi" in reachable:
@@ -205,7 +205,7 @@ def choose_communicator(
         if horovod is not None:
             return Choice("horovod", f"everybody could connect to TensorFlow's servers here ({open_because}).")
         hint = "`tfrep horovod install` installs Horovod, which uses the loopback interface only. See docs/security.md."
-        return Choice("tf", f"Horovod is not installed. Whoever reaches its ports has your rights ({open_because}).", hint)
+        return Choice("tf", f"Horovod is not installed. Any program that reaches its ports has your rights ({open_because}).", hint)
     if horovod is None:
         return Choice("tf", "Horovod is not installed.")
     if slow:
@@ -218,9 +218,9 @@ def no_common_memory(problem: str, communicator: str) -> str:
 
     Example:
         >>> no_common_memory("the system refuses it", "tf")
-        'Communicator "tf": common memory would be faster, but cannot be used: the system refuses it.'
+        'Communicator "tf": shared memory would be faster, but cannot be used: the system refuses it.'
     """
-    return f'Communicator "{communicator}": common memory would be faster, but cannot be used: {problem}.'
+    return f'Communicator "{communicator}": shared memory would be faster, but cannot be used: {problem}.'
 
 
 def horovod_transports() -> tuple[str, ...] | None:

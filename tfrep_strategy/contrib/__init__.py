@@ -1,1 +1,1 @@
-"""What serves nobody who trains: the demo and its data, checks of an installation, the shape of `tf.estimator`."""
+"""The demo and its data, checks of an installation, the shape of `tf.estimator`: a training needs none of them."""

@@ -149,7 +149,7 @@ def run_demo(
 def _train(
     strategy: str, communicator: str, epochs: int, examples: int | None
 ) -> tuple[list[float], float, float, list[np.ndarray]]:
-    """Trains in a process of its own. Returns losses, examples per second, the accuracy and the weights."""
+    """Trains in a separate process. Returns losses, examples per second, the accuracy and the weights."""
     gpus = tf.config.list_physical_devices("GPU")
     if len(gpus) < 2:  # Two replicas need two devices of one kind.
         tf.config.set_visible_devices([], "GPU")

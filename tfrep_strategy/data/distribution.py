@@ -402,7 +402,7 @@ def explain(dataset: tf.data.Dataset, replicas: LocalReplicas) -> str:
     if replicas.agreement.size == 1:
         return "One process reads the data set and computes all of it."
     if dataset.options().experimental_distribute.auto_shard_policy in _OF_EACH:
-        return "Each process reads a pipeline of its own."
+        return "Each process reads its own pipeline."
     if why := _why_at_the_end(_reads_ahead(dataset, None)):
         return f"Each of {replicas.agreement.size} processes computes all of it: {why}."
     low = cut_low(dataset, OwnReplicas(replicas.total, replicas.first, len(replicas.devices)), None)

@@ -94,7 +94,7 @@ def launch(
         args: Its positional arguments.
         num_replicas: How many replicas take part.
         kwargs: The function's keyword arguments.
-        communicator: "horovod", "tf", "mpi", "shared_memory", or "auto": common memory, unless there are GPUs.
+        communicator: "horovod", "tf", "mpi", "shared_memory", or "auto": shared memory, unless there are GPUs.
         strategy: "multi-worker": one process per replica; "mirrored": one process with all replicas; `None`: one
             process per replica that has to make its own strategy.
         timeout: Seconds after which the run is stopped; by default it may take for ever.

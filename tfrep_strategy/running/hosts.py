@@ -46,7 +46,7 @@ _HINTS = (
     ),
     (
         r"Permission denied",
-        "nobody is asked for a password here. Let `{ssh} {host} true` work without one (ssh-copy-id, ssh-agent).",
+        "no password is asked for here. Let `{ssh} {host} true` work without one (ssh-copy-id, ssh-agent).",
     ),
     (
         r"^ssh: |timed out|Connection (refused|closed|reset)|kex_exchange",
@@ -215,7 +215,7 @@ class Remote:
 
     def _start(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
         try:
-            # A session of its own: a signal of the terminal is for the launcher, which passes it on.
+            # Its own session: a signal of the terminal is for the launcher, which passes it on.
             pipe = subprocess.PIPE
             return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
         except OSError as error:

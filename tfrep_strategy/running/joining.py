@@ -112,7 +112,7 @@ def refuse_inside_a_run(command: str) -> None:
     """
     outer = outer_run()
     if outer is not None:
-        raise _refusal(outer, f"{command} would start a run of its own in each of them", "call it in one process only", {})
+        raise _refusal(outer, f"{command} would start a separate run in each of them", "call it in one process only", {})
 
 
 def warn_inside_a_run(command: str) -> None:
@@ -128,7 +128,7 @@ def warn_inside_a_run(command: str) -> None:
         outer = outer_run()
         if outer is not None:
             warn(
-                f"{command} starts a run of its own in each of the {outer.size} processes that another launcher has"
+                f"{command} starts a separate run in each of the {outer.size} processes that another launcher has"
                 f" started. Environment: {outer.describe()}",
             )
 
@@ -178,7 +178,7 @@ def join_outer_run(outer: Environment, options: Options, arguments: Sequence[str
     }
     conflicts = {name: value for name, value in wanted.items() if value is not None}
     if conflicts or os.environ.get("TFREP_NUM_REPLICAS"):
-        what = "`tfrep run` would start a run of its own in each of them"
+        what = "`tfrep run` would start a separate run in each of them"
         remedy = "leave these options out, so that the processes are the ranks" if conflicts else "call it outside of a run"
         raise _refusal(outer, what, remedy, conflicts)
     environ = {name: value for name, value in os.environ.items() if name not in RUN_VARIABLES} | {

@@ -72,7 +72,7 @@ class _Growing:
             *lines, self._rest = (self._rest + new).split(b"\n")
             if is_complete and self._rest:
                 lines.append(self._rest)
-            with contextlib.suppress(OSError, ValueError):  # Nobody reads any more. The run goes on, and the logs have it all.
+            with contextlib.suppress(OSError, ValueError):  # The reader has gone. The run goes on, and the logs have it all.
                 for line in lines:
                     _write(f"{self._prefix}{line.decode('utf-8', 'replace')}\n")
                 sys.stdout.flush()

@@ -1,6 +1,6 @@
 """Starts the processes of a run, watches them, and ends all of them when one fails or the launcher is told to stop.
 
-Nothing may be left behind, however a run ends. Every rank leads a session of its own, so that its whole group can be
+Nothing may be left behind, however a run ends. Every rank leads its own session, so that its whole group can be
 signalled at once; processes that left the group are found through the process tree. A launcher that is killed without
 warning can do nothing any more: a small guard process then reads the end of its pipe, and kills the ranks for it.
 """
@@ -91,7 +91,7 @@ class Failure:
         traceback: Where Python left the rank's code, if it got to say so.
         noted: Whether the rank itself told of its failure.
         log_size: How many bytes the rank's log had when it failed, if it got to say so.
-        frozen: What was seen of a rank that did not end, and for which nobody should wait.
+        frozen: What was seen of a rank that did not end, and for which no process should wait.
         time: When the rank failed, on the machine's monotonic clock.
     """
 
@@ -158,7 +158,7 @@ def deferred_signals() -> Iterator[Events]:
 
 
 def start_process(command: Command, streams: Streams) -> subprocess.Popen[bytes]:
-    """Starts a rank as the leader of a session of its own.
+    """Starts a rank as the leader of a new session.
 
     Args:
         command: What it runs.
@@ -211,10 +211,10 @@ def run_ranks(
         logs_all: Whether the output of rank 0 goes to a log, too.
         first_rank: The rank of the first command. Ranks on other machines are run by other launchers.
         again: Whether the run was started before. Its logs go on then.
-        patience: How long a rank may be stopped or silent; by default nobody looks.
+        patience: How long a rank may be stopped or silent; by default it is not checked.
         name: What a rank is called in warnings, with its number for `{}`.
         grace: How many seconds ranks may take to end when a signal to this process ends the run.
-        temporary: Folders that are removed if this process is killed. Else whoever made them removes them.
+        temporary: Folders that are removed if this process is killed. Else the code that made them removes them.
 
     Returns:
         `None` if every rank ended with exit code 0, else what went wrong first.

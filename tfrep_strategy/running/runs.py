@@ -73,7 +73,7 @@ class Round:
         number: How many rounds there were before.
         events: What ends the round early: signals to this process.
         nodes: The launchers of the round, if there are several. They have met.
-        failure: How it failed. Whoever runs the ranks sets it.
+        failure: How it failed. The code that runs the ranks sets it.
         story: The same, for the user.
         keeps_backups: Whether the run may go on although the ranks of this machine have ended well.
     """
@@ -436,7 +436,7 @@ def run_to_end(
                     logs_all=options.prefix,
                     first_rank=this.first_rank,
                     again=this.number > 0,
-                    # Nobody waits for a rank that is alone, unless the run can go on from backups.
+                    # No process waits for a rank that is alone, unless the run can go on from backups.
                     patience=patience if has_peers or options.is_backed_up else None,
                     grace=grace,
                     temporary=[note_dir],
@@ -504,5 +504,5 @@ def backup_dir_of(options: Options, log_dir: Path) -> SharedFolder | None:
     if not options.max_restarts:
         return None
     folder = SharedFolder(log_dir / "backups")
-    folder.remove_backups()  # Of an earlier run, which nobody has asked to continue.
+    folder.remove_backups()  # Of an earlier run, which is not to be continued.
     return folder

@@ -118,7 +118,7 @@ class Launcher:
         self.take(visit.insist(visit.enter))
 
     def leave(self, exit_code: int) -> None:
-        """Leaves the others, which nobody notices if the run is over. At machine 0 this waits for the end of the run."""
+        """Leaves the others, which is no loss if the run is over. At machine 0 this waits for the end of the run."""
         self._seat.tell("leave", exit_code)
         if self._assembly is not None:
             self._assembly.end(grace_seconds(for_a_backup=True) + 2 * _END_SECONDS)

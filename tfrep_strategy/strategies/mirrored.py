@@ -334,5 +334,5 @@ def _resolve(devices: Sequence[str] | None) -> list[str]:
             )
         resolved.append(name)
     if not resolved or len(set(resolved)) != len(resolved):
-        raise ConfigurationError(message("Each replica needs a device of its own.", hint="name each device once.", devices=devices))
+        raise ConfigurationError(message("Each replica needs its own device.", hint="name each device once.", devices=devices))
     return resolved

@@ -427,7 +427,7 @@ class ParameterServerStrategy(ShowsNewNames, tf.distribute.ParameterServerStrate
         if missing:
             raise PeerError(
                 message(
-                    f"Nobody listens at {', '.join(f'{tasks[name]} ({name})' for name in missing)} after {limit:g} seconds.",
+                    f"No process listens at {', '.join(f'{tasks[name]} ({name})' for name in missing)} after {limit:g} seconds.",
                     hint="start the servers and workers, or correct the cluster's addresses.",
                     cluster=self._jobs,
                 )

@@ -431,7 +431,7 @@ def _innermost(optimizer: Any) -> Any:
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
-_SCHEDULES_WARM_UP = "A schedule has a warm-up of its own: CosineDecay(..., warmup_target=..., warmup_steps=...)."
+_SCHEDULES_WARM_UP = "A schedule has its own warm-up: CosineDecay(..., warmup_target=..., warmup_steps=...)."
 
 
 def _check_learning_rate(learning_rate: Any) -> None:

@@ -90,7 +90,7 @@ class InputReplicationMode(enum.Enum):
 
     SINGLE = "single"
     """One pipeline, whose elements go to the replicas in turn. Each process reads the whole pipeline and keeps the elements
-    of its own replicas, so the pipeline must give the same elements in every process."""
+    of its replicas, so the pipeline must give the same elements in every process."""
     PER_WORKER = "per_worker"
     """One pipeline in each process."""
     PER_REPLICA = "per_replica"

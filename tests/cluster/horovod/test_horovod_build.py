@@ -333,5 +333,5 @@ def test_status_of_an_nccl_that_is_missing_or_of_another_cuda(no_cuda, tmp_path,
 
 def test_describe():
     assert HorovodStatus("0.28.1+tfrep", ("gloo", "mpi")).describe() == "Horovod 0.28.1+tfrep, built with gloo, mpi"
-    assert "take strangers for ranks" in HorovodStatus("0.28.1", ("gloo", "mpi")).describe()
+    assert "do not authenticate peers" in HorovodStatus("0.28.1", ("gloo", "mpi")).describe()
     assert "does not work: broken" in HorovodStatus("0.28.1", (), "broken").describe()

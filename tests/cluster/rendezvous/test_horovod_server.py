@@ -87,4 +87,4 @@ def test_a_horovod_that_asks_for_no_secret_is_named_once(
     options = Options(2, communicator="horovod", log_dir=tmp_path / "logs", max_restarts=1)
     with deferred_signals() as events:
         run_to_end(options, [sys.executable, "-c", program], tmp_path, events)
-    assert caplog.text.count("this Horovod asks nobody for a secret. Received: horovod='0.28.1'\nHint: build") == warnings
+    assert caplog.text.count("this Horovod has no secret. Received: horovod='0.28.1'\nHint: build") == warnings

@@ -245,7 +245,7 @@ def _checked_addresses(given: Sequence[str], size: int, environment: str) -> lis
             raise ConfigurationError(
                 message(
                     f"{environment}: two ranks have the same address.",
-                    hint="give every process a port of its own.",
+                    hint="give every process its own port.",
                     address=address,
                     ranks=[rank for rank, other in enumerate(addresses) if other == address],
                 )

@@ -80,7 +80,7 @@ class HorovodStatus:
             return f"Horovod {self.version} does not work: {self.problem}"
         described = f"Horovod {self.version}, built with {', '.join(self.built_in)}"
         if not self.version.endswith(MARK):
-            described += "\nIts ranks take strangers for ranks while they start. `tfrep horovod install` builds one that does not."
+            described += "\nIts ranks do not authenticate peers while they start; `tfrep horovod install` builds one that does."
         return described
 
 

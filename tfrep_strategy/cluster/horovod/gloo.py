@@ -60,7 +60,7 @@ def warn_of_open_ranks() -> None:
         >>> warn_of_open_ranks()
     """
     if not new_secret():
-        what = "Whoever reaches the ports of this run can read and change its gradients: this Horovod asks nobody for a secret."
+        what = "Any program that reaches the ports of this run can read and change gradients: this Horovod has no secret."
         hint = "build one that does: `tfrep horovod install`."
         _log.warning("%s", message(what, hint=hint, horovod=horovod_version()))
 

@@ -325,7 +325,7 @@ class Assembly:
             hint = "start all machines with the same options and versions."
         elif same:
             what = f"Two processes say that they are {noun} {new.number}: {same[0]} and {new.who}."
-            hint = f"give each process a {noun} of its own, and each run a port of its own."
+            hint = f"give each process its own {noun}, and each run its own port."
         else:
             return None
         return message(what, hint=hint, rendezvous=self._place.address)

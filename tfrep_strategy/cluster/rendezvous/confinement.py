@@ -89,7 +89,7 @@ def confined(own: str, addresses: Sequence[str], *, unknown: str = "", speaks: b
     if problem and speaks:
         warn(
             message(
-                f"Whoever reaches the ports of this run can read and write files as you: {problem}.",
+                f"Any program that reaches the ports of this run can read and write files as you: {problem}.",
                 hint="use Horovod on one machine (`tfrep horovod install`), set TFREP_TRUSTED_NETWORKS to the networks of the"
                 " run's machines, or keep others out with a firewall. See docs/security.md.",
                 address=own,

@@ -134,7 +134,7 @@ def misfit(statements: Sequence[Statement], place: Place) -> str | None:
         what = f"{place.named([last.number])} says that there are {last.count} {noun}s, and {noun} 0 that there are {first.count}."
         hint = "start all with the same number."
     elif len(same) > 1:
-        hint = f"give each process a {noun} of its own, and each run a port of its own."
+        hint = f"give each process its own {noun}, and each run its own port."
         what = f"Two processes say that they are {noun} {last.number}: {' and '.join(same)}."
     elif name := differing(first.versions, last.versions):
         what = (

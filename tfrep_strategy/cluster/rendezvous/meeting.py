@@ -215,12 +215,12 @@ class Visit:
             raise ConfigurationError(
                 message(
                     f"The {self.place.shared} of this process is not that of {self.place.named([0]).lower()}.",
-                    hint=f"use one {self.place.shared} everywhere ({self.place.setting}), and an address of its own for each run.",
+                    hint=f"use one {self.place.shared} everywhere ({self.place.setting}), and another address for each run.",
                     rendezvous=self.place.address,
                 )
             ) from None
         except BlockingIOError:
-            raise _Silence("Whoever listens there is silent") from None
+            raise _Silence("The program that listens there is silent") from None
         except (AssertionError, OSError) as error:
             if getattr(error, "errno", None) is not None:
                 raise

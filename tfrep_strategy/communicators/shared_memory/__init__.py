@@ -241,11 +241,11 @@ def _reduced_from(told: Sequence[bytes], start: int, own: Arrays, op: str) -> Ar
 def _all_linked(environment: Any, seconds: float) -> Links:
     """Connects all ranks of the run."""
     if not SHARES_MEMORY:
-        raise ConfigurationError(message("Common memory needs Linux.", hint='use communicator="tf".', communicator="shared_memory"))
+        raise ConfigurationError(message("Shared memory needs Linux.", hint='use communicator="tf".', communicator="shared_memory"))
     if environment.local_size < environment.size:
         raise ConfigurationError(
             message(
-                "The ranks are on several machines, which have no common memory.",
+                "The ranks are on several machines, which have no shared memory.",
                 hint='use communicator="tf" or "horovod".',
                 size=environment.size,
                 local_size=environment.local_size,

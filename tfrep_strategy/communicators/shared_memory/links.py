@@ -245,7 +245,7 @@ def _memory(links: Collection[socket.socket], memory_bytes: int) -> int:
         return new_memory(memory_bytes)
     except OSError as error:
         refused = message(
-            f"The ranks cannot have common memory: the system refuses it ({error.strerror}).",
+            f"The ranks cannot have shared memory: the system refuses it ({error.strerror}).",
             hint='raise the limits of this process (ulimit -a), or name another communicator: "tf" or "horovod".',
             num_bytes=memory_bytes,
         )

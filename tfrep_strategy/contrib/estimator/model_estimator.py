@@ -1,6 +1,6 @@
 """An estimator made of a Keras model: it trains, evaluates and predicts from the checkpoints of its folder.
 
-What an `input_fn` gives to the replicas: a batch of its own for each.
+What an `input_fn` gives to the replicas: another batch for each.
 
 Trains, and evaluates checkpoints in between.
 """
@@ -376,7 +376,7 @@ class Estimator:
     def _restored(self, strategy: Any, path: str | None, trains: bool = False) -> tuple[SavedModel, int]:
         """Returns the model for a strategy as a checkpoint has it, or as it was given where there is none; and the global step.
 
-        An evaluation during a training has a model of its own.
+        An evaluation during a training has a separate model.
         """
         check_strategy(strategy=strategy)
         place = strategy, trains

@@ -114,7 +114,7 @@ def rebuilt(model: Any, strategy: Any, custom_objects: Mapping[str, Any] | None)
         copy_state(model, copy)
     if not copy.compiled:
         hint = "override get_compile_config and compile_from_config."
-        raise ConfigurationError(message("The model has a compile of its own.", hint=hint, keras_model=model.name))
+        raise ConfigurationError(message("The model has its own `compile`.", hint=hint, keras_model=model.name))
     return copy
 
 
