@@ -14,8 +14,18 @@ import pytest
 
 import tfrep_strategy as tfrep
 
+pytestmark = pytest.mark.lane("quick")
+
 _REPOSITORY = Path(__file__).resolve().parent.parent
 _DOCS = _REPOSITORY / "docs"
+_README = _REPOSITORY / "README.md"
+_LINES_OF_A_SCREEN = 25
+_USER_PAGES = (
+    "index.md", "getting_started.md", "choose_a_strategy.md", "guarantees.md", "glossary.md", "guides/*.md", "callbacks.md",
+    "recipes.md", "checkpoints.md", "performance.md", "troubleshooting.md", "debugging.md", "gpus.md", "security.md",
+    "support.md", "migration/*.md", "notebooks.md",
+)  # fmt: skip
+"""Pages of those who use the package. The others are the reference, and pages of those who work on it."""
 
 
 class _Page(HTMLParser):
@@ -73,19 +83,81 @@ def _leads_to(path: Path, link: str, pages: dict[Path, _Page]) -> bool:
     return target.is_file()
 
 
-def test_first_page_has_the_commands_of_readme() -> None:
-    commands = [re.findall(r"^pip install .*$", path.read_text("utf-8"), re.MULTILINE) for path in _first_pages()]
-    assert len(commands[0]) == 2
-    assert commands[0] == commands[1]
+def test_first_screens_have_both_commands() -> None:
+    screens = ["\n".join(path.read_text("utf-8").splitlines()[:_LINES_OF_A_SCREEN]) for path in (_README, _DOCS / "index.md")]
+    first, second = (re.findall(r"^pip install .*$", screen, re.MULTILINE) for screen in screens)
+    assert first == second
+    assert [command.rpartition("&& ")[2] for command in first] == ["tfrep demo", "pytest"]
 
 
 def test_first_page_says_first_what_readme_says_first() -> None:
-    beginnings = [path.read_text("utf-8").splitlines()[:3] for path in _first_pages()]
+    beginnings = [path.read_text("utf-8").splitlines()[:3] for path in (_README, _DOCS / "index.md")]
     assert beginnings[0] == beginnings[1]
 
 
-def _first_pages() -> list[Path]:
-    return [_REPOSITORY / "README.md", _DOCS / "index.md"]
+# Pages that users read are short, and tell nothing of tests.
+
+
+def _user_pages() -> list[Path]:
+    return sorted({path for pattern in _USER_PAGES for path in _DOCS.glob(pattern)})
+
+
+def _code(page: str) -> list[str]:
+    return re.findall(r"^```(?:python|bash|console|ya?ml|dockerfile)\n(.*?)^```", page, re.DOTALL | re.MULTILINE | re.IGNORECASE)
+
+
+def test_readme_is_short() -> None:
+    assert len(_README.read_text("utf-8").splitlines()) <= 120
+
+
+@pytest.mark.parametrize("path", _user_pages(), ids=lambda path: path.relative_to(_DOCS).as_posix())
+def test_user_pages_are_short(path: Path) -> None:
+    """Files to copy are not prose: words in blocks of code do not count."""
+    page = path.read_text("utf-8")
+    prose = re.sub(r"^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE)
+    assert len(prose.split()) <= 800
+    assert not re.findall(r"\btest_\w+|\bpytest -m.*", prose)
+    assert [line for block in _code(page) for line in block.splitlines() if len(line) > 80] == []
+
+
+def test_programs_of_user_pages_are_narrow() -> None:
+    programs = sorted(_DOCS.glob("migration/programs/*.py"))
+    assert len(programs) > 10
+    assert {path.name: line for path in programs for line in path.read_text("utf-8").splitlines() if len(line) > 80} == {}
+
+
+# The sidebar: few entries, with short titles.
+
+
+def _entries(page: Path) -> list[str]:
+    """Returns the pages that the lists of a page lead to, as `title <page>` or `page`."""
+    lists = re.findall(r"^```\{toctree\}\n(.*?)^```", page.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    return [line for each in lists for line in each.splitlines() if line and not line.startswith(":")]
+
+
+def _title(entry: str, page: Path) -> str:
+    """Returns the title of an entry of the sidebar. That of a page which includes a file of the repository is its name."""
+    if named := re.fullmatch(r"(.*) <.*>", entry):
+        return named[1]
+    heading = re.match(r"# (.*)", (page.parent / f"{entry}.md").read_text("utf-8"))
+    return heading[1] if heading else entry
+
+
+def test_sidebar_is_short() -> None:
+    index = _DOCS / "index.md"
+    lists = [index, *(_DOCS / f"{name}.md" for name in ("notebooks", "reference", "project", "migration/index"))]
+    assert len(_entries(index)) <= 25
+    for page in lists:
+        entries = _entries(page)
+        assert entries, page
+        assert len(set(entries)) == len(entries)
+        for entry in entries:
+            title = _title(entry, page)
+            assert len(title.split()) <= 5, title
+            assert not re.match(r"(What|Who|Which|Whether|How|Why|My)\b|.*[:,]", title), title
+
+
+# The whole site.
 
 
 @pytest.mark.parametrize("script", sorted((_DOCS / "figures").glob("*.py")), ids=lambda path: path.stem)

@@ -218,7 +218,7 @@ def test_wrap_optimizer_returns_what_it_got(strategy: tfrep.MirroredStrategy) ->
 
 def _of_tensorflow() -> Iterator[tuple[str, str, str]]:
     """Gives the rows of the page's second table: what was written, what the error says, what to write today."""
-    rows = re.findall(r"^\| `(.+?)` \| (.+) \| (.+) \|$", _PAGE.partition("## What TensorFlow and Keras say")[2], re.MULTILINE)
+    rows = re.findall(r"^\| `(.+?)` \| (.+) \| (.+) \|$", _PAGE.partition("## Errors of TensorFlow and Keras")[2], re.MULTILINE)
     assert len(rows) > 10
     error = ""
     for old, said, today in rows:

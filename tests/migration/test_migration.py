@@ -224,7 +224,7 @@ def test_there_are_no_estimators(run: Callable[..., Ended]) -> None:
     assert ended.codes == [1]
     error = "AttributeError: module 'tensorflow' has no attribute 'estimator'"
     assert ended.last_error("AttributeError") == error
-    check_quoted("estimator", error)
+    check_quoted("model_fn", error)
 
 
 def test_from_estimators(run: Callable[..., Ended], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Trains on two replicas of this process, or on two ranks: `tfrep run -n 2 --prefix estimator_keras_after.py`."""
+"""Trains on two replicas of this process, or on two ranks."""
 
 import json
 import sys
@@ -35,20 +35,34 @@ class TimeHistory(tfrep.estimator.SessionRunHook):
 
 
 inputs = tf.keras.Input(shape=(8, 8, 1))
-x = tf.keras.layers.Conv2D(filters=8, kernel_size=(3, 3), activation="relu")(inputs)
+x = tf.keras.layers.Conv2D(8, kernel_size=(3, 3), activation="relu")(inputs)
 x = tf.keras.layers.MaxPooling2D(pool_size=(2, 2), strides=2)(x)
 x = tf.keras.layers.Flatten()(x)
 predictions = tf.keras.layers.Dense(10, activation="softmax")(x)
 model = tf.keras.Model(inputs=inputs, outputs=predictions)
-model.compile(loss="sparse_categorical_crossentropy", optimizer=keras.optimizers.Adam(learning_rate=0.003), metrics=["accuracy"])
+model.compile(
+    loss="sparse_categorical_crossentropy",
+    optimizer=keras.optimizers.Adam(learning_rate=0.003),
+    metrics=["accuracy"],
+)
 
 strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
-config = tfrep.estimator.RunConfig(model_dir="digits", train_distribute=strategy, eval_distribute=strategy)
+config = tfrep.estimator.RunConfig(
+    model_dir="digits",
+    train_distribute=strategy,
+    eval_distribute=strategy,
+)
 estimator = tfrep.estimator.model_to_estimator(model, config=config)
 
 time_hist = TimeHistory()
-estimator.train(lambda: input_fn(train_images, train_labels, epochs=EPOCHS, batch_size=BATCH_SIZE), hooks=[time_hist])
-results = estimator.evaluate(lambda: input_fn(test_images, test_labels, epochs=1, batch_size=BATCH_SIZE))
+estimator.train(
+    lambda: input_fn(train_images, train_labels, EPOCHS, BATCH_SIZE),
+    hooks=[time_hist],
+)
+results = estimator.evaluate(
+    lambda: input_fn(test_images, test_labels, 1, BATCH_SIZE),
+)
 speed = BATCH_SIZE * strategy.num_replicas_in_sync / np.mean(time_hist.times)
 print(f"{speed:.0f} images a second", file=sys.stderr)
-print(json.dumps({"losses": [results["loss"]], "accuracy": results["accuracy"], "steps": len(time_hist.times)}))
+shown = {"losses": [results["loss"]], "accuracy": results["accuracy"]}
+print(json.dumps(shown | {"steps": len(time_hist.times)}))

@@ -1,4 +1,4 @@
-"""Trains a Keras model through tf.estimator, as articles of 2018 on many GPUs do."""
+"""Trains a Keras model through tf.estimator, as articles of 2018 do."""
 
 import time
 
@@ -29,19 +29,33 @@ class TimeHistory(tf.train.SessionRunHook):
 
 
 inputs = tf.keras.Input(shape=(8, 8, 1))
-x = tf.keras.layers.Conv2D(filters=8, kernel_size=(3, 3), activation="relu")(inputs)
+x = tf.keras.layers.Conv2D(8, kernel_size=(3, 3), activation="relu")(inputs)
 x = tf.keras.layers.MaxPooling2D(pool_size=(2, 2), strides=2)(x)
 x = tf.keras.layers.Flatten()(x)
 predictions = tf.keras.layers.Dense(10, activation="softmax")(x)
 model = tf.keras.Model(inputs=inputs, outputs=predictions)
-model.compile(loss="sparse_categorical_crossentropy", optimizer=tf.train.AdamOptimizer(learning_rate=0.003), metrics=["accuracy"])
+model.compile(
+    loss="sparse_categorical_crossentropy",
+    optimizer=tf.train.AdamOptimizer(learning_rate=0.003),
+    metrics=["accuracy"],
+)
 
 strategy = tf.contrib.distribute.MirroredStrategy(num_gpus=2)
-config = tf.estimator.RunConfig(model_dir="digits", train_distribute=strategy, eval_distribute=strategy)
+config = tf.estimator.RunConfig(
+    model_dir="digits",
+    train_distribute=strategy,
+    eval_distribute=strategy,
+)
 estimator = tf.keras.estimator.model_to_estimator(model, config=config)
 
 time_hist = TimeHistory()
-estimator.train(lambda: input_fn(train_images, train_labels, epochs=EPOCHS, batch_size=BATCH_SIZE), hooks=[time_hist])
-results = estimator.evaluate(lambda: input_fn(test_images, test_labels, epochs=1, batch_size=BATCH_SIZE))
-print(f"{BATCH_SIZE * strategy.num_replicas_in_sync / np.mean(time_hist.times):.0f} images a second")
+estimator.train(
+    lambda: input_fn(train_images, train_labels, EPOCHS, BATCH_SIZE),
+    hooks=[time_hist],
+)
+results = estimator.evaluate(
+    lambda: input_fn(test_images, test_labels, 1, BATCH_SIZE),
+)
+speed = BATCH_SIZE * strategy.num_replicas_in_sync / np.mean(time_hist.times)
+print(f"{speed:.0f} images a second")
 print(results)

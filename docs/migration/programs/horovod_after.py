@@ -28,7 +28,15 @@ callbacks = [
     tfrep.callbacks.LearningRateWarmup(learning_rate, epochs=1, replicas=2),
     keras.callbacks.ModelCheckpoint("model.keras"),
 ]
-history = model.fit(x, y, batch_size=2 * 32, epochs=2, callbacks=callbacks, verbose=2).history
+history = model.fit(
+    x,
+    y,
+    batch_size=2 * 32,
+    epochs=2,
+    callbacks=callbacks,
+    verbose=2,
+).history
 
 loss, accuracy = model.evaluate(*test, verbose=0)
-print(json.dumps({"losses": history["loss"], "test_loss": loss, "test_accuracy": accuracy}))
+results = {"losses": history["loss"], "test_loss": loss}
+print(json.dumps(results | {"test_accuracy": accuracy}))

@@ -1,4 +1,4 @@
-"""Trains with Horovod's optimizer and callbacks: `horovodrun -np 2 python horovod_before.py`."""
+"""Trains with Horovod: `horovodrun -np 2 python horovod_before.py`."""
 
 import json
 
@@ -28,7 +28,11 @@ model = keras.Sequential(
     ]
 )
 learning_rate = 0.1 * hvd.size()
-optimizer = keras.optimizers.SGD(learning_rate, momentum=0.9, global_clipnorm=0.3)
+optimizer = keras.optimizers.SGD(
+    learning_rate,
+    momentum=0.9,
+    global_clipnorm=0.3,
+)
 optimizer = hvd.DistributedOptimizer(optimizer)
 model.compile(
     optimizer,
@@ -38,11 +42,19 @@ model.compile(
 callbacks = [
     hvd.callbacks.BroadcastGlobalVariablesCallback(0),
     hvd.callbacks.MetricAverageCallback(),
-    hvd.callbacks.LearningRateWarmupCallback(initial_lr=learning_rate, warmup_epochs=1),
+    hvd.callbacks.LearningRateWarmupCallback(learning_rate, warmup_epochs=1),
 ]
 if hvd.rank() == 0:
     callbacks.append(keras.callbacks.ModelCheckpoint("model.keras"))
-history = model.fit(x, y, batch_size=32, epochs=2, callbacks=callbacks, verbose=2 if hvd.rank() == 0 else 0).history
+history = model.fit(
+    x,
+    y,
+    batch_size=32,
+    epochs=2,
+    callbacks=callbacks,
+    verbose=2 if hvd.rank() == 0 else 0,
+).history
 
 loss, accuracy = model.evaluate(*test, verbose=0)
-print(json.dumps({"losses": history["loss"], "test_loss": loss, "test_accuracy": accuracy}))
+results = {"losses": history["loss"], "test_loss": loss}
+print(json.dumps(results | {"test_accuracy": accuracy}))

@@ -1,4 +1,4 @@
-"""Trains on parameter servers with Keras 3: `python parameter_server_after.py`."""
+"""Trains Keras 3 on parameter servers."""
 
 import json
 
@@ -29,4 +29,5 @@ with tfrep.local_cluster(workers=2, servers=1) as cluster:
     history = model.fit(x, y, batch_size=32, epochs=2, verbose=2).history
 
     loss, accuracy = model.evaluate(*test, verbose=0)
-print(json.dumps({"losses": history["loss"], "test_loss": loss, "test_accuracy": accuracy}))
+results = {"losses": history["loss"], "test_loss": loss}
+print(json.dumps(results | {"test_accuracy": accuracy}))

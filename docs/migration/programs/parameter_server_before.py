@@ -1,4 +1,4 @@
-"""Trains on parameter servers with TensorFlow's own strategy: `TF_USE_LEGACY_KERAS=1 python parameter_server_before.py`."""
+"""Trains tf_keras on parameter servers, with TF_USE_LEGACY_KERAS=1."""
 
 import json
 import socket
@@ -17,17 +17,22 @@ def free_address():
 jobs = {"worker": [free_address(), free_address()], "ps": [free_address()]}
 cluster = tf.train.ClusterSpec(jobs)
 config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=3)
-servers = [
-    tf.distribute.Server(cluster, job, index, "grpc", config) for job, addresses in jobs.items() for index in range(len(addresses))
-]
-resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(cluster, rpc_layer="grpc")
+servers = []
+for job, index in (("worker", 0), ("worker", 1), ("ps", 0)):
+    server = tf.distribute.Server(cluster, job, index, "grpc", config)
+    servers.append(server)
+resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+    cluster,
+    rpc_layer="grpc",
+)
 strategy = tf.distribute.ParameterServerStrategy(resolver)
 
 (x, y), test = load_digits()
 
 
 def dataset_fn(context):
-    return tf.data.Dataset.from_tensor_slices((x, y)).shuffle(1437).repeat().batch(32)
+    data = tf.data.Dataset.from_tensor_slices((x, y))
+    return data.shuffle(1437).repeat().batch(32)
 
 
 with strategy.scope():
@@ -46,4 +51,5 @@ with strategy.scope():
     )
 creator = tf.keras.utils.experimental.DatasetCreator(dataset_fn)
 history = model.fit(creator, steps_per_epoch=45, epochs=2, verbose=2).history
-print(json.dumps({"losses": history["loss"], "iterations": int(model.optimizer.iterations)}))
+iterations = int(model.optimizer.iterations)
+print(json.dumps({"losses": history["loss"], "iterations": iterations}))

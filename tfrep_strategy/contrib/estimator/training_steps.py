@@ -75,7 +75,7 @@ def check_model(model: Any) -> None:
         raise ConfigurationError(
             message(
                 "An estimator is made of a Keras model.",
-                hint="a model_fn becomes a function that makes one; see docs/migration/estimator.md.",
+                hint="a model_fn becomes a function that makes one; see docs/migration/model_fn.md.",
                 keras_model=model,
             )
         )
