@@ -105,7 +105,7 @@ class MirroredStrategy(SynchronousStrategy):
         gradient_aggregator: Replaces the aggregation of gradients; see `SynchronousStrategy`.
         check_sync_every: Number of steps of `fit` between two checks that all replicas hold the same values.
         shard_optimizer_state: Whether each replica keeps its part of the optimizer's slots only, and updates its part of the
-            weights (ZeRO-1). The answer and the files are the same; see docs/sharded_optimizer.md.
+            weights (ZeRO-1). The answer and the files are the same.
         batch_statistics: `"global"`: `BatchNormalization` takes the mean and the variance of the global batch, as one device does.
             `"replica"`: each replica takes those of its rows, without waiting for the others. The answer then depends on the number
             of replicas; see docs/speed.md.

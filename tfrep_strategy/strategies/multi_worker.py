@@ -32,7 +32,7 @@ class MultiWorkerStrategy(SynchronousStrategy):
     Args:
         communicator: `"horovod"`, `"tf"` (TensorFlow's own collectives), `"mpi"`, `"shared_memory"` (ranks of one machine),
             `"auto"` (shared memory for ranks of one machine without GPUs, else TensorFlow's if the environment knows the
-            address of every process, else Horovod or MPI; see docs/environment.md), a name of `register_communicator`, or a
+            address of every process, else Horovod or MPI), a name of `register_communicator`, or a
             `Communicator` of all processes.
         device: Device of this process's replica, such as `"GPU:0"`. Default: a GPU, or the CPU if there is none. If the
             processes see several GPUs, each takes one by its local rank, and shows TensorFlow only this one.
@@ -44,7 +44,7 @@ class MultiWorkerStrategy(SynchronousStrategy):
         gradient_aggregator: Replaces the aggregation of gradients; see `SynchronousStrategy`.
         check_sync_every: Number of steps of `fit` between two checks that all ranks hold the same values.
         shard_optimizer_state: Whether each replica keeps its part of the optimizer's slots only, and updates its part of the
-            weights (ZeRO-1). The answer and the files are the same; see docs/sharded_optimizer.md.
+            weights (ZeRO-1). The answer and the files are the same.
         batch_statistics: `"global"`: `BatchNormalization` takes the mean and the variance of the global batch, as one device does.
             `"replica"`: each replica takes those of its rows, without waiting for the others. The answer then depends on the number
             of replicas; see docs/speed.md.
