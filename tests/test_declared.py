@@ -97,7 +97,7 @@ def test_tests_benchmarks_and_docs_import_what_is_declared() -> None:
 
 
 def test_what_a_page_installs_beside_another_tensorflow_is_all_that_is_required() -> None:
-    page = (_REPOSITORY / "docs" / "getting_started.md").read_text("utf-8")
+    page = (_REPOSITORY / "docs" / "getting_started.md").read_text("utf-8").replace("\\\n", " ")
     (listed,) = re.findall(r"--no-deps \.\npip install (.*)", page)
     assert _declared(shlex.split(listed)) == _REQUIRED - {"tensorflow", "keras", "numpy"}  # NumPy comes with them.
 
