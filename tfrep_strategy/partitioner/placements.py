@@ -59,7 +59,7 @@ class Vacant:
 
 @dataclass(frozen=True)
 class Items:
-    """A list whose elements are rows. Every replica holds the elements of its own rows."""
+    """A list whose elements are rows. Every replica holds the elements of its rows."""
 
 
 Placement = Replicate | Shard | Partial | Own | Vacant | Items

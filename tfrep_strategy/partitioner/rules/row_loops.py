@@ -1,4 +1,4 @@
-"""Loops over the rows of a batch, such as `tf.map_fn`: each replica runs the rounds of its own rows.
+"""Loops over the rows of a batch, such as `tf.map_fn`: each replica runs the rounds of its rows.
 
 A round may use its own row, and values that are equal in all rounds. Sums over rounds are partial.
 """
