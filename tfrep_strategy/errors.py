@@ -3,11 +3,14 @@
 A message says what happened, then what was received, then what to do::
 
     Unknown communicator. Received: communicator='nccl'
-    Hint: use "auto", "horovod" or "tf".
+    Hint: use "auto", "horovod" or "tf". [TFREP-E005]
+
+A code at the end leads to `docs/troubleshooting.md`.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from typing import Any
@@ -17,12 +20,61 @@ LONGEST_SECONDS = 30 * 24 * 3600
 
 _LONGEST_VALUE = 500
 
+CODES = {
+    "TFREP-E001": "Keras uses another backend than TensorFlow.",
+    "TFREP-E002": "A model or an optimizer is one of Keras 2, TensorFlow 1 or Horovod.",
+    "TFREP-E003": "A version of TensorFlow, Keras or Horovod does not fit, or ranks have different versions.",
+    "TFREP-E004": "TensorFlow was used before its CPUs were divided.",
+    "TFREP-E005": "There is no such communicator, or it is not installed.",
+    "TFREP-E006": "Ranks cannot use shared memory.",
+    "TFREP-E007": "Another launcher has started this process as one of several.",
+    "TFREP-E008": "A setting cannot change after the strategy is made.",
+    "TFREP-E009": "The driver sees a GPU, and TensorFlow does not.",
+    "TFREP-E010": "There is no such device.",
+    "TFREP-E011": "A GPU is busy, or has no memory left.",
+    "TFREP-E012": "A host cannot be reached through ssh, or has another installation.",
+    "TFREP-E013": "Not all ranks came to the rendezvous in time.",
+    "TFREP-E014": "The port of the rendezvous is taken, or belongs to another run.",
+    "TFREP-E015": "The secret of the run is missing, too short, or readable by others.",
+    "TFREP-E016": "A model, an optimizer or a metric was made outside the scope of the strategy.",
+    "TFREP-E017": "A collective was given up, because a rank did not come within `TFREP_TIMEOUT`.",
+    "TFREP-E018": "A rank has ended, so the others cannot go on.",
+    "TFREP-E019": "Ranks call different collectives, or run different steps.",
+    "TFREP-E020": "Ranks were given different data.",
+    "TFREP-E021": "Ranks make different variables, or shuffle in different orders.",
+    "TFREP-E022": "Variables of replicas differ.",
+    "TFREP-E023": "Operations have no rule for rows.",
+    "TFREP-E024": "No backup in the folder is whole.",
+}
+"""The codes of errors and warnings that `docs/troubleshooting.md` explains, each with what happened. A code keeps its meaning."""
+
+_CODE = re.compile(r"\[(TFREP-E\d{3})\]")
+
+
+def code_of(text: object) -> str | None:
+    """Returns the code that an error, a warning or their text has, or None.
+
+    Args:
+        text: The error, or its text.
+
+    Example:
+        >>> code_of("There is no device 'GPU:7'. [TFREP-E010]")
+        'TFREP-E010'
+    """
+    found = _CODE.search(str(text))
+    return found[1] if found else None
+
 
 class TfrepError(Exception):
     """Base class of this package's exceptions."""
 
     # AutoGraph adds the user's lines to an error, and keeps its class, only if the class has this constructor.
     __init__ = Exception.__init__
+
+    @property
+    def code(self) -> str | None:
+        """The code under which `docs/troubleshooting.md` explains the error, such as `"TFREP-E010"`; None if it has none."""
+        return code_of(self)
 
 
 class CannotPartitionError(TfrepError, RuntimeError):
@@ -80,12 +132,13 @@ def _is_inner(module: str) -> bool:
     return module.partition(".")[0] in _INNER_MODULES or module.startswith("__autograph_generated")
 
 
-def message(what: str, hint: Any = None, **received: Any) -> str:
+def message(what: str, hint: Any = None, *, code: str = "", **received: Any) -> str:
     """Formats an error message.
 
     Args:
         what: What happened, as a sentence with a full stop.
         hint: What the user can do, if that is known.
+        code: One of `CODES`, if the page on troubleshooting explains the error.
         **received: The wrong settings, shown as `name=value`.
 
     Returns:
@@ -101,7 +154,7 @@ def message(what: str, hint: Any = None, **received: Any) -> str:
         text += " Received: " + ", ".join(f"{name}={shown(value)}" for name, value in received.items())
     if hint:
         text += f"\nHint: {hint}"
-    return text
+    return f"{text} [{code}]" if code else text
 
 
 def install_hint(extra: str) -> str:

@@ -84,6 +84,7 @@ def warn_of_unseen_gpus() -> None:
                 f"The driver sees {len(gpus)} GPU(s) and TensorFlow none, so this run uses the CPU.",
                 hint="pip install 'tensorflow[and-cuda]', or name the folders of CUDA's libraries in LD_LIBRARY_PATH."
                 " To use the CPU, set CUDA_VISIBLE_DEVICES=-1.",
+                code="TFREP-E009",
                 LD_LIBRARY_PATH=os.environ.get("LD_LIBRARY_PATH", ""),
             ),
         )
@@ -124,6 +125,7 @@ def logical_devices(kind: str | None = None) -> list[Any]:
                 f"TensorFlow cannot use a GPU: {str(error).rstrip('.')}.",
                 hint="choose other GPUs with CUDA_VISIBLE_DEVICES, or end what runs on them, as nvidia-smi shows it."
                 + "".join(f"\n  {gpu.describe()}" for gpu in driver_gpus()),
+                code="TFREP-E011",
                 CUDA_VISIBLE_DEVICES=os.environ.get("CUDA_VISIBLE_DEVICES", "not set"),
             )
         ) from error
@@ -149,7 +151,12 @@ def full_name(device: str) -> str:
     name = names.get(str(device).upper().rpartition("DEVICE:")[2].lstrip("/"))
     if name is None:
         raise ConfigurationError(
-            message(f"There is no device {shown(device)}.", hint=f"this process has {', '.join(names)}.", device=device)
+            message(
+                f"There is no device {shown(device)}.",
+                hint=f"this process has {', '.join(names)}.",
+                code="TFREP-E010",
+                device=device,
+            )
         )
     return name
 

@@ -86,6 +86,7 @@ def resolve_communicator(name: str, size: int = 2) -> str:
             message(
                 "Horovod is not installed.",
                 hint="run `tfrep horovod install`.",
+                code="TFREP-E005",
                 communicator=name,
             )
         )
@@ -107,6 +108,7 @@ def check_communicator(name: str) -> None:
                 "Unknown communicator.",
                 hint=f"use {', '.join(installed_communicators())}. A name that only this program registers is not known to the"
                 " processes of a run: they can register it and make their own MultiWorkerStrategy.",
+                code="TFREP-E005",
                 communicator=name,
             )
         )

@@ -121,6 +121,7 @@ def unknown_communicator(name: Any, known: Collection[str], setting: str = "comm
         message(
             "Unknown communicator.",
             hint=f"use {', '.join(known)}; tfrep.register_communicator adds a name to this process.",
+            code="TFREP-E005",
             **{setting: name},
         )
     )

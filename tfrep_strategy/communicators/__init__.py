@@ -155,6 +155,7 @@ def _check_versions(communicator: Communicator) -> None:
                 message(
                     f"Rank {rank} has {name} {own.get(name)}, and rank 0 has {told[0][name]}.",
                     hint="install the same versions everywhere.",
+                    code="TFREP-E003",
                     communicator=communicator.name,
                 )
             )

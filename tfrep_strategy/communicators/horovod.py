@@ -55,6 +55,7 @@ class HorovodCommunicator(Communicator):
                 message(
                     f"Horovod is not installed for this TensorFlow: {error}",
                     hint="run `tfrep horovod install`; `tfrep horovod status` shows details.",
+                    code="TFREP-E005",
                 )
             ) from error
         self._hvd = hvd

@@ -195,7 +195,7 @@ class LocalCommunicator(Communicator):
             first, own = calls
             if len(first) != len(own) or not all(a.is_compatible_with(b) for a, b in zip(first, own, strict=True)):
                 what, hint = "The replicas pass tensors of different shapes.", "pass one shape on all replicas."
-                raise DesyncError(message(what, hint, collective=kind, shapes=first, other_shapes=own))
+                raise DesyncError(message(what, hint, code="TFREP-E019", collective=kind, shapes=first, other_shapes=own))
 
         first = self._matching("shapes", [tensor.shape for tensor in tensors], check)
         if _is_branch_of(self._shared_graph()) and all(shape.is_fully_defined() for shape in first):

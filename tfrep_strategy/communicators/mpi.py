@@ -151,6 +151,7 @@ def loaded_mpi() -> Any:
             message(
                 f"mpi4py does not load: {error}",
                 hint=f"{install_hint('mpi')}; the library of an MPI has to be installed, too.",
+                code="TFREP-E005",
                 communicator="mpi",
             )
         ) from error

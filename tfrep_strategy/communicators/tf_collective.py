@@ -133,6 +133,7 @@ class TensorFlowCommunicator(RingCommunicator):
                         f"This process cannot listen on its own address ({error.strerror}).",
                         hint=f"end the program that has port {port} of this machine, or use another port: give it in TF_CONFIG;"
                         " under Slurm call srun again, since ports follow from the numbers of the job and its step.",
+                        code="TFREP-E014",
                         address=address,
                     )
                 ) from error

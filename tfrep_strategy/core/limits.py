@@ -241,5 +241,7 @@ def check_keras_backend() -> None:
         received = {"file": str(file), "backend": backend}
     if backend != "tensorflow":
         raise ConfigurationError(
-            message("Only Keras's TensorFlow backend works here.", hint="set KERAS_BACKEND=tensorflow.", **received)
+            message(
+                "Only Keras's TensorFlow backend works here.", hint="set KERAS_BACKEND=tensorflow.", code="TFREP-E001", **received
+            )
         )

@@ -62,7 +62,7 @@ class Tested:
         """
         if Version(installed) < Version(self.oldest):
             what = f"tfrep_strategy needs {self.name} {self.oldest} or newer."
-            raise UnsupportedVersionError(message(what, self.hint, installed=installed))
+            raise UnsupportedVersionError(message(what, self.hint, code="TFREP-E003", installed=installed))
 
     def refuse_misfits(self, installed: str, misfits: Sequence[str]) -> None:
         """Refuses a release that has changed names that the package needs, with one error for all of them.
@@ -85,7 +85,7 @@ class Tested:
         if misfits:
             count = f"{len(misfits)} misfit{'s' if len(misfits) > 1 else ''}"
             what = f"tfrep_strategy does not fit {self.name} {installed} ({count}):"
-            raise UnsupportedVersionError(message("\n".join([what, *misfits]), self.hint))
+            raise UnsupportedVersionError(message("\n".join([what, *misfits]), self.hint, code="TFREP-E003"))
 
     def warn_of_newer(self, installed: str) -> None:
         """Warns of a release that is newer than the tested ones, although everything that is replaced or imported fits."""

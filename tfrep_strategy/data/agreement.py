@@ -180,8 +180,10 @@ def difference(ranks: Sequence[Sequence[Leaf]]) -> str:
         if differ:
             received = {f"rank_{rank}": _description(leaves[rank], leaves[0], leaves[differ[0]]) for rank in (0, differ[0])}
             name = next(leaf.name for leaf in leaves if leaf is not None)
-            return message(f"Ranks {differ} were given other data than rank 0: {name} differs.", hint=HINT, **received)
-    return message("The ranks were given different data.", hint=HINT)
+            return message(
+                f"Ranks {differ} were given other data than rank 0: {name} differs.", hint=HINT, code="TFREP-E020", **received
+            )
+    return message("The ranks were given different data.", hint=HINT, code="TFREP-E020")
 
 
 def _digest(leaf: Leaf | None) -> bytes:

@@ -73,6 +73,7 @@ def refuse_foreign_optimizer(optimizer: Any, strategy: Any) -> None:
             message(
                 "An optimizer is built outside the strategy's scope.",
                 hint="call `build` inside `with strategy.scope():`, or leave it out: `fit` builds it.",
+                code="TFREP-E016",
                 optimizer=optimizer.name,
                 strategy=type(strategy).__name__,
             )
@@ -105,6 +106,7 @@ def _refuse(who: str, what: str, strategy: Any, **received: Any) -> None:
         message(
             f"{who} got {what} made outside the strategy's scope.",
             hint="make it inside `with strategy.scope():`.",
+            code="TFREP-E016",
             **received,
             strategy=type(strategy).__name__,
         )
@@ -133,7 +135,9 @@ def refuse_old_optimizer(optimizer: Any, what: str) -> None:
         origin = "TensorFlow 1"
     if origin is not None:
         hint = "write an optimizer of keras.optimizers with the same settings: strategies sum its gradients."
-        raise ConfigurationError(message(f"{what} got an optimizer of {origin}.", hint=hint, optimizer=type(optimizer).__name__))
+        raise ConfigurationError(
+            message(f"{what} got an optimizer of {origin}.", hint=hint, code="TFREP-E002", optimizer=type(optimizer).__name__)
+        )
 
 
 def refuse_old_callbacks(callbacks: Any) -> None:
@@ -207,6 +211,7 @@ def _let_refuse(kind: type, name: str, what: str, find_driver: Callable[..., Any
                 message(
                     f"`{name}` of a tf_keras {what} (Keras 2) does not work under the strategies of tfrep_strategy.",
                     hint="make it with Keras 3: `import keras`, or `tf.keras` without TF_USE_LEGACY_KERAS.",
+                    code="TFREP-E002",
                     **{what: type(self).__name__},
                     strategy=type(driver.strategy).__name__,
                 )
@@ -287,6 +292,7 @@ def _say(strategy: Any, what: str, do: str, **received: Any) -> None:
     text = message(
         f"{what}, so {'each rank would work alone' if several_ranks else 'only one device works'}.",
         hint=f"{do} it inside `with strategy.scope():`, or set allow_plain_models=True on the strategy.",
+        code="TFREP-E016",
         **received,
         strategy=type(strategy).__name__,
     )

@@ -202,16 +202,16 @@ class Remote:
         if self.code in (126, 127):
             what = f"{self.host} has no Python where this machine has it ({last})."
             hint = "install the same environment in the same place on all hosts, or share its folder."
-            return ConfigurationError(message(what, hint=hint, host=self.host, interpreter=sys.executable))
+            return ConfigurationError(message(what, hint=hint, code="TFREP-E012", host=self.host, interpreter=sys.executable))
         for pattern, hint in _HINTS:
             if re.search(pattern, text, re.MULTILINE):
                 hint = hint.format(ssh=ssh, host=self.host)
                 what = f"{self.host} cannot be reached through ssh ({last})."
-                return ConfigurationError(message(what, hint=hint, host=self.host))
+                return ConfigurationError(message(what, hint=hint, code="TFREP-E012", host=self.host))
         told = "".join(f"\n  {line}" for line in self.last_words)
         what = f"tfrep does not start on {self.host} (exit code {self.code}).{told}\n"
         hint = f"install tfrep_strategy in the same place on all hosts; see what `{ssh} {self.host} {sys.executable} -V` says."
-        return ConfigurationError(message(what, hint=hint, host=self.host))
+        return ConfigurationError(message(what, hint=hint, code="TFREP-E012", host=self.host))
 
     def _start(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
         try:
@@ -221,7 +221,7 @@ class Remote:
         except OSError as error:
             what = f"Cannot start {command[0]} ({error.strerror})."
             hint = "install OpenSSH's client, or set TFREP_SSH to a command like ssh."
-            raise ConfigurationError(message(what, hint=hint, host=self.host)) from None
+            raise ConfigurationError(message(what, hint=hint, code="TFREP-E012", host=self.host)) from None
 
     def _wait(self) -> None:
         code = self._process.wait()

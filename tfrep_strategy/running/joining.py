@@ -206,6 +206,7 @@ def _refusal(outer: Environment, what: str, remedy: str, received: dict[str, Any
         message(
             f"This process is one of {outer.size} that another launcher has started, and {what}.",
             hint=f"{remedy}; or unset {variables} if they are left over from another run.",
+            code="TFREP-E007",
             **received,
             environment=outer.describe(),
         )

@@ -173,6 +173,7 @@ class Nodes:
                 message(
                     "The machines of the run have different versions of Horovod.",
                     hint="run `tfrep horovod install` on each.",
+                    code="TFREP-E003",
                     versions=versions,
                 )
             )

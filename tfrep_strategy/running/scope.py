@@ -99,6 +99,7 @@ def _show_devices(count: int) -> None:
             message(
                 "There are not that many GPUs.",
                 hint="use fewer replicas, or hide the GPUs (CUDA_VISIBLE_DEVICES=-1) to use the CPU.",
+                code="TFREP-E010",
                 num_replicas=count,
                 gpus=len(gpus),
             )

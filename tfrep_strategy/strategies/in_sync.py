@@ -126,14 +126,22 @@ def compare(replicas: Sequence[Sequence[Checksum]]) -> None:
     lengths = [len(checksums) for checksums in replicas]
     if len(set(lengths)) > 1:
         raise DesyncError(
-            message("Replicas hold different numbers of variables.", hint="build the same model everywhere.", held=lengths)
+            message(
+                "Replicas hold different numbers of variables.",
+                hint="build the same model everywhere.",
+                code="TFREP-E022",
+                held=lengths,
+            )
         )
     for copies in zip(*replicas, strict=True):
         if any(copy[1:4] != copies[0][1:4] for copy in copies):
             lines = "\n".join(f"  replica {replica}: {copy}" for replica, copy in enumerate(copies))
             raise DesyncError(
-                f"Variable {copies[0].name!r} differs between the replicas.\n{lines}\n"
-                "Hint: look for code that changes it on one replica only, or with values of one replica only."
+                message(
+                    f"Variable {copies[0].name!r} differs between the replicas.\n{lines}",
+                    hint="look for code that changes it on one replica only, or with values of one replica only.",
+                    code="TFREP-E022",
+                )
             )
 
 
@@ -161,6 +169,7 @@ def are_in_other_orders(ranks: Sequence[Sequence[_Description]]) -> bool:
                         f"Ranks 0 and {r} made different variables.",
                         hint="build the same model on every rank. Sizes from a generator without a seed are a usual cause:"
                         " write numpy.random.default_rng(0), random.Random(0).",
+                        code="TFREP-E021",
                         **{"rank_0": _in_words(first), f"rank_{r}": _in_words(found)},
                     )
                 )
@@ -225,6 +234,7 @@ def check_order(dataset: tf.data.Dataset, communicator: Communicator) -> None:
                 message(
                     "The ranks would shuffle this data set in different orders and miss examples.",
                     hint="make the strategy before the data set, or use the same shuffle(..., seed=...) on all ranks.",
+                    code="TFREP-E021",
                     **{"rank_0": seeds[0], f"rank_{rank}": other},
                 )
             )
@@ -234,6 +244,7 @@ def check_order(dataset: tf.data.Dataset, communicator: Communicator) -> None:
             message(
                 "The ranks would read this data set in different orders and miss examples.",
                 hint="remove deterministic=False.",
+                code="TFREP-E021",
                 operations=unordered,
             )
         )

@@ -69,6 +69,7 @@ def use_logical_cpus(n: int) -> list[str]:
                 message(
                     f"TensorFlow is already initialized, with {present} logical CPU(s).",
                     hint="call use_logical_cpus before TensorFlow is used.",
+                    code="TFREP-E004",
                     n=n,
                 )
             ) from error
@@ -329,6 +330,7 @@ def _resolve(devices: Sequence[str] | None) -> list[str]:
                 message(
                     f"There is no device {shown(device)}.",
                     hint=f"this process has {', '.join(short)}; tfrep.use_logical_cpus(n) makes more CPUs.",
+                    code="TFREP-E010",
                     devices=devices,
                 )
             )

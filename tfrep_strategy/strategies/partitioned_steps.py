@@ -219,6 +219,7 @@ class PartitionedSteps:
                     "Operations of a step have no rule for rows that several replicas have. So each replica computes them for"
                     " all rows: that is right, but no faster than one device.",
                     hint="use such operations as late in a step as you can. See docs/exactness.md.",
+                    code="TFREP-E023",
                     operations=new,
                 )
             )

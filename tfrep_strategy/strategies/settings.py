@@ -78,6 +78,7 @@ class CheckedSetting:
                 message(
                     f"{self._name} cannot change after the strategy is made.",
                     hint="make another strategy with it.",
+                    code="TFREP-E008",
                     **{self._name: value},
                 )
             )
@@ -91,6 +92,7 @@ class CheckedSetting:
                 message(
                     f"The run has made its strategy, and {self._name} cannot change any more.",
                     hint="leave it out, or run the script by python.",
+                    code="TFREP-E008",
                     **{self._name: value},
                 )
             )

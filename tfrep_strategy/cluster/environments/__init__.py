@@ -77,6 +77,7 @@ def _check_alone(found: Environment) -> None:
             message(
                 f"{found.name} describes a process that is alone, and {other.name} rank {other.rank} of {other.size}.",
                 hint=f"unset {', '.join(own)} if this process is a rank, or unset {', '.join(others)} if it is alone.",
+                code="TFREP-E007",
                 environment=found.describe(),
                 other=other.describe(),
             )

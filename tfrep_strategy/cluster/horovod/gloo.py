@@ -214,6 +214,7 @@ def served(slots: Sequence[Any], address: str, port: int, networks: Sequence[Net
             message(
                 f"Horovod's rendezvous cannot listen ({error.strerror or error}).",
                 hint='use communicator "tf".',
+                code="TFREP-E014",
                 address=address,
                 port=port,
             )

@@ -128,7 +128,7 @@ def misfit(statements: Sequence[Statement], place: Place) -> str | None:
         The error for all of them; None if it fits.
     """
     first, last = statements[0], statements[-1]
-    noun = place.noun
+    noun, code = place.noun, ""
     same = [each.who for each in statements if each.number == last.number]
     if last.count != first.count:
         what = f"{place.named([last.number])} says that there are {last.count} {noun}s, and {noun} 0 that there are {first.count}."
@@ -141,10 +141,10 @@ def misfit(statements: Sequence[Statement], place: Place) -> str | None:
             f"{place.named([last.number])} ({last.who}) has {name} {last.versions.get(name)},"
             f" and {noun} 0 ({first.who}) has {first.versions[name]}."
         )
-        hint = "install the same versions everywhere."
+        hint, code = "install the same versions everywhere.", "TFREP-E003"
     else:
         return None
-    return message(what, hint=hint, rendezvous=place.address)
+    return message(what, hint=hint, code=code, rendezvous=place.address)
 
 
 def differing(first: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
@@ -219,6 +219,7 @@ def unusable(place: Place, error: OSError) -> ConfigurationError:
         message(
             f"{place.named([0])} cannot listen at the rendezvous ({os.strerror(error.errno or 0)}).",
             hint="use a free port, and the address of this machine; only one process can have this number.",
+            code="TFREP-E014",
             rendezvous=place.address,
         )
     )

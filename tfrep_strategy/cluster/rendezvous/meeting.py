@@ -64,6 +64,7 @@ def shared_secret(one_machine: bool) -> bytes:
             message(
                 "Processes on several machines need a secret to meet.",
                 hint=f"set TFREP_SECRET_FILE to a file with the same content everywhere, with mode 600. {_MAKE_ONE}",
+                code="TFREP-E015",
                 TFREP_SECRET_FILE=None,
             )
         )
@@ -73,7 +74,12 @@ def shared_secret(one_machine: bool) -> bytes:
             _make(own)
     except OSError as error:
         raise ConfigurationError(
-            message(f"Cannot make a secret ({error.strerror}).", hint=f"set TFREP_SECRET_FILE. {_MAKE_ONE}", file=str(own))
+            message(
+                f"Cannot make a secret ({error.strerror}).",
+                hint=f"set TFREP_SECRET_FILE. {_MAKE_ONE}",
+                code="TFREP-E015",
+                file=str(own),
+            )
         ) from None
     return _read(own, file=str(own))
 
@@ -88,11 +94,14 @@ def _read(path: Path, **setting: str) -> bytes:
             message(
                 f"The secret cannot be read ({error.strerror}).",
                 hint="name a file of yours; a pod of Kubernetes that does not run as root needs `fsGroup`.",
+                code="TFREP-E015",
                 **setting,
             )
         ) from None
     if secret is None:
-        raise ConfigurationError(message(f"The secret is no file of up to {_LONGEST} bytes.", hint=_MAKE_ONE, **setting))
+        raise ConfigurationError(
+            message(f"The secret is no file of up to {_LONGEST} bytes.", hint=_MAKE_ONE, code="TFREP-E015", **setting)
+        )
     # Kubernetes gives a Secret to a pod that does not run as root through the group of the pod (fsGroup).
     from_root = found.st_uid == 0 and os.geteuid() != 0
     mode = stat.S_IMODE(found.st_mode)
@@ -101,11 +110,14 @@ def _read(path: Path, **setting: str) -> bytes:
             message(
                 f"Others may read the secret: its file has mode {mode:o}.",
                 hint="chmod 600; for a Secret of Kubernetes, `defaultMode: 0400`, and `fsGroup` if the pod does not run as root.",
+                code="TFREP-E015",
                 **setting,
             )
         )
     if len(secret) < _SHORTEST:
-        raise ConfigurationError(message(f"The secret is shorter than {_SHORTEST} characters.", hint=_MAKE_ONE, **setting))
+        raise ConfigurationError(
+            message(f"The secret is shorter than {_SHORTEST} characters.", hint=_MAKE_ONE, code="TFREP-E015", **setting)
+        )
     return secret
 
 
@@ -196,7 +208,7 @@ class Visit:
         patience = patience or _ANSWER_SECONDS
         peer = socket.create_connection(self.place.target, timeout=patience)
         own, other = peer.getsockname()[0], peer.getpeername()
-        if peer.getsockname() == other:  # A process that connects to a free port of its own machine may get this very port.
+        if peer.getsockname() == other:  # A process that connects to a free port of this machine may get this very port.
             peer.close()
             raise ConnectionRefusedError("Connection refused")
         connection = connection_of(peer, patience)
@@ -216,6 +228,7 @@ class Visit:
                 message(
                     f"The {self.place.shared} of this process is not that of {self.place.named([0]).lower()}.",
                     hint=f"use one {self.place.shared} everywhere ({self.place.setting}), and another address for each run.",
+                    code="TFREP-E014",
                     rendezvous=self.place.address,
                 )
             ) from None
@@ -231,6 +244,7 @@ class Visit:
             message(
                 "Another program listens at the rendezvous.",
                 hint="use another port, the same for all processes. It may be an earlier run that has not ended.",
+                code="TFREP-E014",
                 rendezvous=self.place.address,
             )
         )
@@ -248,6 +262,7 @@ def given_up(place: Place, seconds: float, problem: str) -> PeerError:
         message(
             f"The {place.noun}s did not meet within {seconds:g} seconds. {problem}.",
             hint="check that all were started, and that they reach this address; TFREP_RENDEZVOUS_TIMEOUT sets the limit.",
+            code="TFREP-E013",
             rendezvous=place.address,
         )
     )

@@ -74,7 +74,7 @@ def lost(ended: Ended) -> PeerLostError:
         hint = "find out who has stopped it, or what it was doing; TFREP_TIMEOUT=0 lets ranks wait, as under a debugger."
     if not ended.failed:
         hint = "every rank has to call the same collectives; its program ended before that of the others."
-    return PeerLostError(message(f"{ended} No collective can finish without it.", hint=hint))
+    return PeerLostError(message(f"{ended} No collective can finish without it.", hint=hint, code="TFREP-E018"))
 
 
 def one_line(error: BaseException) -> str:
@@ -425,7 +425,7 @@ class PeerMonitor:
             self._silent, self._answered = what[0], time.monotonic()
         elif kind == "hang" and self._hang is None:
             self._hang = message(f"Rank {what[0]} has {what[2]} for {what[1]:.0f} seconds, and others wait.",
-                                 hint="find out what it is doing; TFREP_TIMEOUT sets the limit.",
+                                 hint="find out what it is doing; TFREP_TIMEOUT sets the limit.", code="TFREP-E017",
                                  rank=what[0], TFREP_TIMEOUT=self._limit)  # fmt: skip
             _log.error(self._hang)
             self._start_abort(self._hang)
@@ -512,7 +512,7 @@ class PeerMonitor:
         silent = {0: silence} if silence > 3 * state_seconds(self._limit) else self._silent
         for rank, seconds in silent.items():
             what += f" Rank {rank} has said nothing for {seconds:.0f} seconds."
-        return PeerError(message(what, hint=hint, waited_seconds=round(waited)))
+        return PeerError(message(what, hint=hint, code="TFREP-E017", waited_seconds=round(waited)))
 
     def _send(self, said: Any) -> None:
         with self._sending, contextlib.suppress(OSError):

@@ -154,7 +154,7 @@ def describe_difference(what: str, words: Sequence[tuple[int, str]]) -> str:
             alike.setdefault(word, []).append(rank)
         lines = [f"  rank{'s' * (len(ranks) > 1)} {some_of(ranks)}: {word}" for word, ranks in alike.items()]
     hint = "all ranks of a group have to call the same collectives in the same order, with the same dtypes and shapes."
-    return "\n".join([what, *lines, f"Hint: {hint}"])
+    return message("\n".join([what, *lines]), hint, code="TFREP-E019")
 
 
 Lines = Sequence[tuple[str, str]]
@@ -280,4 +280,4 @@ def _difference(of_ranks: dict[int, Lines]) -> str:
         " Python draws while the step is traced."
     )
     what = f"Ranks {some_of(sorted(of_ranks))} have different steps. What only one of them has is"
-    return message("\n".join([what, *words]), hint=hint)
+    return message("\n".join([what, *words]), hint=hint, code="TFREP-E019")

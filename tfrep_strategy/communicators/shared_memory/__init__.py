@@ -241,12 +241,15 @@ def _reduced_from(told: Sequence[bytes], start: int, own: Arrays, op: str) -> Ar
 def _all_linked(environment: Any, seconds: float) -> Links:
     """Connects all ranks of the run."""
     if not SHARES_MEMORY:
-        raise ConfigurationError(message("Shared memory needs Linux.", hint='use communicator="tf".', communicator="shared_memory"))
+        raise ConfigurationError(
+            message("Shared memory needs Linux.", hint='use communicator="tf".', code="TFREP-E006", communicator="shared_memory")
+        )
     if environment.local_size < environment.size:
         raise ConfigurationError(
             message(
                 "The ranks are on several machines, which have no shared memory.",
                 hint='use communicator="tf" or "horovod".',
+                code="TFREP-E006",
                 size=environment.size,
                 local_size=environment.local_size,
             )

@@ -247,6 +247,7 @@ def _memory(links: Collection[socket.socket], memory_bytes: int) -> int:
         refused = message(
             f"The ranks cannot have shared memory: the system refuses it ({error.strerror}).",
             hint='raise the limits of this process (ulimit -a), or name another communicator: "tf" or "horovod".',
+            code="TFREP-E006",
             num_bytes=memory_bytes,
         )
         for link in links:
@@ -359,4 +360,4 @@ def _is_own(link: socket.socket) -> bool:
 
 def _missing(what: str, **received: object) -> str:
     hint = "look for the reason in the output of the other ranks; TFREP_RENDEZVOUS_TIMEOUT sets how long to wait."
-    return message(what, hint=hint, **received)
+    return message(what, hint=hint, code="TFREP-E013", **received)

@@ -424,4 +424,6 @@ def _none_is_whole(callback: Any) -> OSError:
         sizes = _generations(callback).files()
     found = {name: f"{size} bytes" for name, size in sizes.items()}
     hint = "put back files that are whole, or remove the folder to train from the beginning."
-    return OSError(message("No backup in this folder is whole.", hint, backup_dir=callback.backup_dir, found=found))
+    return OSError(
+        message("No backup in this folder is whole.", hint, code="TFREP-E024", backup_dir=callback.backup_dir, found=found)
+    )

@@ -178,9 +178,12 @@ def check_equal(calls: Sequence[tuple[int, Call]]) -> list[int]:
         same = call[:2] == other[:2] and _skeleton(call.structure) == _skeleton(other.structure)
         if not same or not all(_fit(call, a, b) for a, b in zip(call.specs, other.specs, strict=True)):
             raise DesyncError(
-                f"Replicas {first} and {replica} called different collectives.\n"
-                f"Replica {first} called {call}\nReplica {replica} called {other}\n"
-                "Hint: all replicas must call the same collectives in the same order, with shapes that fit."
+                message(
+                    f"Replicas {first} and {replica} called different collectives.\n"
+                    f"Replica {first} called {call}\nReplica {replica} called {other}",
+                    hint="all replicas must call the same collectives in the same order, with shapes that fit.",
+                    code="TFREP-E019",
+                )
             )
     sizes = [d for _, each in calls for spec in each.specs for d in _fixed_sizes(each, spec.shape.as_list())]
     return [replica for replica, _ in calls] if None in sizes and len(calls) > 1 else []
