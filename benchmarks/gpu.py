@@ -85,7 +85,7 @@ def _show(findings: Iterable[dict[str, Any]], on: str) -> None:
 
 
 def markdown() -> str:
-    """Makes the table of `docs/gpus.md`: what was found on real GPUs, and what was never run on one.
+    """Makes the table of `docs/gpu_measurements.md`: what was found on real GPUs, and what was never run on one.
 
     Returns:
         A Markdown table, one line for each check that some file in `benchmarks/results` holds, or one that says that

@@ -72,4 +72,4 @@ def test_the_table_of_the_documentation_is_what_the_results_say() -> None:
     environ = os.environ | {"COLUMNS": "200"}
     command = [sys.executable, "-m", "benchmarks.gpu", "--markdown"]
     table = subprocess.run(command, cwd=_REPOSITORY, env=environ, capture_output=True, text=True, timeout=60, check=True)
-    assert table.stdout.strip() in (_REPOSITORY / "docs" / "gpus.md").read_text("utf-8")
+    assert table.stdout.strip() in (_REPOSITORY / "docs" / "gpu_measurements.md").read_text("utf-8")
