@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import tensorflow as tf
 from calling import command
+from raising import refuses
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.cluster import hardware
 from tfrep_strategy.cluster.hardware import THREADS_VARIABLE, cores_of_ranks, is_bound, thread_variables, threads_of_rank
 from tfrep_strategy.cluster.identity import identities, inherited_environ
-from tfrep_strategy.errors import ConfigurationError
 
 pytestmark = pytest.mark.lane("package")
 
@@ -89,7 +89,7 @@ def test_cores_are_cut_into_equal_parts(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert cores_of_ranks(1) == [{2, 3, 5, 7, 11}]
     assert cores_of_ranks(2) == [{2, 3}, {5, 7}]
     assert cores_of_ranks(5) == [{2}, {3}, {5}, {7}, {11}]
-    with pytest.raises(ConfigurationError, match=r"no core for each rank.*ranks=6, cores=5"):
+    with refuses(ranks=6, cores=5):
         cores_of_ranks(6)
 
 

@@ -10,10 +10,10 @@ import pynvml
 import pytest
 import tensorflow as tf
 from calling import command
+from raising import refuses
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.cluster import devices, hardware
-from tfrep_strategy.errors import ConfigurationError
 
 pytestmark = pytest.mark.lane("quick")
 
@@ -88,7 +88,9 @@ def test_a_gpu_that_cannot_be_used_is_named_with_what_to_do(what, monkeypatch):
     busy = hardware.Gpu(2, "NVIDIA H200", 2 << 30, 1 << 30)
     monkeypatch.setattr(tf.config, "list_logical_devices", fails)
     monkeypatch.setattr(devices, "driver_gpus", lambda: [busy])
-    with pytest.raises(ConfigurationError, match=r"(?s)CUDA_VISIBLE_DEVICES.*GPU 2: .* 1.0 of 2.0 GiB free"):
+    with refuses(
+        code="TFREP-E011", told=["GPU 2: ", " 1.0 of 2.0 GiB free"], hint="CUDA_VISIBLE_DEVICES", CUDA_VISIBLE_DEVICES=...
+    ):
         tfrep.MirroredStrategy()
 
 

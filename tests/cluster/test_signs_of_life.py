@@ -15,9 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 from observing import alive, wait_until
+from raising import refuses
 
 from tfrep_strategy.cluster.signs_of_life import Patience, Watch, give_signs
-from tfrep_strategy.errors import ConfigurationError
 from tfrep_strategy.running.ranks import TIMED_OUT, Command, Failure, deferred_signals, run_ranks
 
 pytestmark = pytest.mark.lane("launchers")
@@ -150,7 +150,7 @@ def test_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TFREP_SILENCE_TIMEOUT", "0")
     assert Patience.of_environment() == Patience(5.0, NEVER, 60.0, NEVER)
     monkeypatch.setenv("TFREP_SILENCE_TIMEOUT", "long")
-    with pytest.raises(ConfigurationError, match="TFREP_SILENCE_TIMEOUT='long'"):
+    with refuses(TFREP_SILENCE_TIMEOUT="long"):
         Patience.of_environment()
 
 

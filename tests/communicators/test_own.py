@@ -17,6 +17,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from raising import refuses
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.cluster.rendezvous.introductions import versions
@@ -133,21 +134,20 @@ def test_names(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tfrep.auto_strategy.__wrapped__().communicator.name == "alone"
 
     for name in ("alone", "tf", "mpi", "shared_memory", "horovod", "auto"):
-        refusal = rf"(?s)of this name\. Received: name='{name}'\nHint: .* tf, mpi, shared_memory, alone"
-        with pytest.raises(ConfigurationError, match=refusal):
+        with refuses(hint=" tf, mpi, shared_memory, alone", name=name):
             tfrep.register_communicator(name, lambda environment: Alone(environment))
     for name in ("", " ", 3, None):
-        with pytest.raises(ConfigurationError, match="must be text. Received: name="):
+        with refuses(told=["must be text"], name=name):
             tfrep.register_communicator(name, Alone)  # type: ignore[arg-type]
     for factory in (Alone(_ALONE), "Alone", None):
-        with pytest.raises(ConfigurationError, match="(?s)a class or a function.*Received: factory=.*Hint"):
+        with refuses(factory=factory):
             tfrep.register_communicator("other", factory)  # type: ignore[arg-type]
     known = "auto, horovod, tf, mpi, shared_memory, alone"
     for unknown in ("other", "", 5, None, Alone):
-        with pytest.raises(ConfigurationError, match=f"(?s)^Unknown communicator. Received.*Hint: use {known}"):
+        with refuses(code="TFREP-E005", hint=f"use {known}", communicator=unknown):
             make_communicator(unknown, _ALONE)  # type: ignore[arg-type]
     tfrep.register_communicator("number", lambda environment: 5)
-    with pytest.raises(ConfigurationError, match="'number' must return a tfrep.Communicator. Received: returned=5"):
+    with refuses(told=["'number'"], returned=5):
         tfrep.MultiWorkerStrategy("number")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from matplotlib.image import imread
+from raising import refuses
 from rich.console import Console
 
 from tfrep_strategy.cluster.hardware import problem_of_sharing
@@ -82,7 +83,7 @@ def test_without_matplotlib_it_shows_the_table_and_how_to_get_the_picture(monkey
 
 
 def test_one_epoch_is_refused():
-    with pytest.raises(ValueError, match="epochs=1"):
+    with refuses(epochs=1):
         demo.run_demo(None, epochs=1)
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from raising import refuses
 
 pytestmark = pytest.mark.lane("faults")
 
@@ -83,7 +84,7 @@ def train_before_and_after(first_use: str) -> None:
             lambda: late.compile("sgd", "mse", metrics=[metric]),
             lambda: keras.optimizers.SGD().build(early.trainable_variables),
         ):
-            with pytest.raises(ValueError, match="made outside the strategy's scope"):
+            with refuses(code="TFREP-E016", hint="with strategy.scope():"):
                 refused()
 
 

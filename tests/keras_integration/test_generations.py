@@ -10,9 +10,8 @@ from typing import Any
 import keras
 import pytest
 import tensorflow as tf
+from raising import refuses
 from small_training import Program, fit, make_model, state
-
-from tfrep_strategy.errors import ConfigurationError
 
 pytestmark = pytest.mark.lane("callbacks")
 
@@ -111,7 +110,7 @@ def test_nothing_that_is_whole_is_an_error(address: str, program: Program) -> No
     (folder,) = _interrupted(address, program)
     with tf.io.gfile.GFile(f"{folder}/latest.weights.h5", "w") as file:
         file.write("no weights")
-    with pytest.raises(OSError, match="No backup in this folder is whole.*generation-.*latest.weights.h5"):
+    with refuses(OSError, "TFREP-E024", told=["generation-", "latest.weights.h5"], backup_dir=address):
         fit(program.start(), 4, _BACKUP(address))
 
 
@@ -125,8 +124,7 @@ def test_a_backup_of_plain_keras_goes_on(address: str, program: Program, undistu
 
 
 def test_an_address_that_nobody_knows(program: Program) -> None:
-    hint = "use one of file, gs, ram"
-    with pytest.raises(ConfigurationError, match=f"(?s)no file system for addresses that begin with nfs://.*{hint}"):
+    with refuses(told=["nfs://"], hint="use one of file, gs, ram", backup_dir="nfs://host/run"):
         fit(program.start(), 1, _BACKUP("nfs://host/run"))
 
 

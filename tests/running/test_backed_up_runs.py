@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from raising import refuses
 from test_joining import LIMIT, SCRIPTS, environ, found_in
 
-from tfrep_strategy.errors import ConfigurationError
 from tfrep_strategy.running.function import launch
 
 pytestmark = pytest.mark.lane("faults")
@@ -119,5 +119,5 @@ def test_a_slow_backup_has_the_grace_time(tmp_path: Path) -> None:
 def test_a_time_between_backups_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is refused before a rank is started."""
     monkeypatch.setenv("TFREP_BACKUP_SECONDS", "abc")
-    with pytest.raises(ConfigurationError, match="TFREP_BACKUP_SECONDS='abc'"):
+    with refuses(TFREP_BACKUP_SECONDS="abc"):
         launch(int, num_replicas=2)

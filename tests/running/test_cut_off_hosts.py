@@ -7,8 +7,8 @@ import queue
 import signal
 
 import pytest
+from raising import refuses
 
-from tfrep_strategy.errors import ConfigurationError
 from tfrep_strategy.running import hosts
 from tfrep_strategy.running.on_host import _Listener
 from tfrep_strategy.running.ranks import Events
@@ -38,5 +38,5 @@ def test_how_long_a_host_listens_to_silence(limit: str, ends: bool, monkeypatch:
 
 def test_a_run_through_ssh_is_not_started_again() -> None:
     options = Options(hosts="host1:1,host2:1", max_restarts=1, backup_dir="backups")
-    with pytest.raises(ConfigurationError, match="--nnodes N --rendezvous"):
+    with refuses(hint="--nnodes N --rendezvous", hosts="host1:1,host2:1", max_restarts=1):
         hosts.run_on_hosts(options, ["script", "train.py"], queue.SimpleQueue())

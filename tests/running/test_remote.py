@@ -9,9 +9,9 @@ import sys
 import time
 
 import pytest
+from raising import refuses
 
 from tfrep_strategy.core.limits import ssh_command
-from tfrep_strategy.errors import ConfigurationError
 from tfrep_strategy.running import Options
 from tfrep_strategy.running.hosts import Messages, Remote, ssh_to
 
@@ -78,7 +78,7 @@ def test_the_command_of_ssh(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ssh_command() == ("my-ssh", "-F", "a file")
     for wrong in ("ssh 'no end", " "):
         monkeypatch.setenv("TFREP_SSH", wrong)
-        with pytest.raises(ConfigurationError, match="TFREP_SSH cannot be used"):
+        with refuses(TFREP_SSH=wrong):
             ssh_command()
 
 

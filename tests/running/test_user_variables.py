@@ -15,9 +15,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from raising import refuses
 from test_joining import LIMIT, _tasks_of_torchrun, environ
 
-import tfrep_strategy as tfrep
 from tfrep_strategy.cluster.command import module_command
 from tfrep_strategy.running import Options, hosts
 from tfrep_strategy.running.runs import chosen_by_user
@@ -37,7 +37,7 @@ def test_those_of_an_outer_run_are_not_the_users(of_a_run: str | None, monkeypat
 
 def test_a_name_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TFREP_COMMUNICATOR", "pigeons")
-    with pytest.raises(tfrep.errors.ConfigurationError, match="Received: TFREP_COMMUNICATOR='pigeons'"):
+    with refuses(code="TFREP-E005", TFREP_COMMUNICATOR="pigeons"):
         chosen_by_user("TFREP_COMMUNICATOR")
 
 
@@ -47,7 +47,7 @@ def test_what_other_hosts_get(monkeypatch: pytest.MonkeyPatch) -> None:
     options = Options(hosts="localhost:1,127.0.0.1:1", export=("MINE",))
     given = hosts._given(options, ["script", "train.py"])["environ"]
     assert {name for name, value in given.items() if value == "eth7"} == {"MINE", "HOROVOD_GLOO_IFACE"}
-    with pytest.raises(tfrep.errors.ConfigurationError, match=r"cannot be exported.*export=\['RANK', 'TFREP_COMMUNICATOR'\]"):
+    with refuses(export=["RANK", "TFREP_COMMUNICATOR"]):
         hosts._given(replace(options, export=("RANK", "MINE", "TFREP_COMMUNICATOR")), ["script", "train.py"])
 
 

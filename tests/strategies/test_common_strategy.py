@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 from checks import Checks, both_ways, first, of_each, own_replicas, shared_folder
 from lanes import in_lane
+from raising import refuses
 
 import tfrep_strategy as tfrep
 
@@ -107,7 +108,7 @@ def reductions_of_one_value(strategy: Any) -> None:
     for value in (1.0, 1, np.float32(1.0), np.ones(3), tf.ones([]), tf.ones([2, 2])):
         np.testing.assert_allclose(strategy.reduce("MEAN", value), np.ones(np.shape(value)))
         if several:
-            with pytest.raises(ValueError, match="no sum over replicas"):
+            with refuses(told=["no sum"], value=...):
                 strategy.reduce("SUM", value)
         else:
             np.testing.assert_allclose(strategy.reduce("SUM", value), n * np.ones(np.shape(value)))

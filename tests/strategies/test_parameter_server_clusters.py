@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 from parameter_server_support import data, dense_model, start
+from raising import refuses
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.cluster.rendezvous.connections import free_ports
@@ -53,26 +54,26 @@ def _spec_resolver(cluster: dict[str, list[str]], task: dict[str, Any]) -> Any:
 @pytest.mark.lane("quick")
 @pytest.mark.parametrize("through", ["TF_CONFIG", "a resolver"])
 @pytest.mark.parametrize(
-    ("more_jobs", "task", "text"),
+    ("more_jobs", "task", "received"),
     [
-        ({}, {"type": "wroker", "index": 0}, "type='wroker'"),
-        ({}, {"type": ["worker"], "index": 0}, "not in the cluster. Received: type="),
-        ({}, {"type": "chief", "index": 0}, "not in the cluster. Received: type='chief'"),
-        ({}, {"type": "worker", "index": 1}, "no such task. Received: index=1"),
-        ({}, {"type": "ps", "index": -1}, "no such task. Received: index=-1"),
-        ({}, {"type": "ps"}, "no such task. Received: index=None"),
-        ({"chief": ["127.0.0.1:3", "127.0.0.1:4"]}, {"type": "chief", "index": 0}, "more than one chief"),
-        ({"evaluator": ["127.0.0.1:3", "127.0.0.1:4"]}, {}, "more than one evaluator"),
-        ({"master": ["127.0.0.1:3"]}, {}, r"another kind. Received: jobs=\['master'\]"),
+        ({}, {"type": "wroker", "index": 0}, {"type": "wroker"}),
+        ({}, {"type": ["worker"], "index": 0}, {"type": ["worker"]}),
+        ({}, {"type": "chief", "index": 0}, {"type": "chief"}),
+        ({}, {"type": "worker", "index": 1}, {"index": 1}),
+        ({}, {"type": "ps", "index": -1}, {"index": -1}),
+        ({}, {"type": "ps"}, {"index": None}),
+        ({"chief": ["127.0.0.1:3", "127.0.0.1:4"]}, {"type": "chief", "index": 0}, {"chief": ["127.0.0.1:3", "127.0.0.1:4"]}),
+        ({"evaluator": ["127.0.0.1:3", "127.0.0.1:4"]}, {}, {"evaluator": ["127.0.0.1:3", "127.0.0.1:4"]}),
+        ({"master": ["127.0.0.1:3"]}, {}, {"jobs": ["master"]}),
     ],
 )
 def test_a_bad_cluster_is_refused_before_anybody_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch, through: str, more_jobs: Any, task: Any, text: str
+    monkeypatch: pytest.MonkeyPatch, through: str, more_jobs: Any, task: Any, received: dict[str, Any]
 ) -> None:
     cluster = {"ps": _PS, "worker": _WORKER, **more_jobs}
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
     resolver = None if through == "TF_CONFIG" else _spec_resolver(cluster, task)
-    with pytest.raises(tfrep.errors.ConfigurationError, match=text):
+    with refuses(**received):
         tfrep.ParameterServerStrategy(resolver)
 
 
@@ -88,7 +89,7 @@ def test_a_bad_cluster_is_refused_before_anybody_is_waited_for(
 )
 def test_a_tf_config_that_cannot_be_read_is_shown(monkeypatch: pytest.MonkeyPatch, config: str) -> None:
     monkeypatch.setenv("TF_CONFIG", config)
-    with pytest.raises(tfrep.errors.ConfigurationError, match="(?s)cannot be read.*TF_CONFIG="):
+    with refuses(TF_CONFIG=...):
         tfrep.ParameterServerStrategy()
 
 

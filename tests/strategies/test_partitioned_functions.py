@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from lanes import in_lane
+from raising import refuses
 from strategies.own_functions import ran
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.errors import ConfigurationError, DesyncError
+from tfrep_strategy.errors import DesyncError
 
 
 def _check(got: list[np.ndarray], wanted: list[np.ndarray]) -> None:
@@ -206,5 +207,5 @@ def test_ragged_and_sparse_arguments() -> None:
 
 
 def test_what_is_no_function_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="function=5"):
+    with refuses(function=5):
         tfrep.partition(5)  # type: ignore[arg-type]

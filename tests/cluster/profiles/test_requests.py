@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 from calling import command
+from raising import refuses
 
 from tfrep_strategy.cluster.profiles.requests import Asked, answer_requests, find_run, keep_profile_dir, name_of_folder
-from tfrep_strategy.errors import ConfigurationError, PeerError
+from tfrep_strategy.errors import PeerError
 
 pytestmark = pytest.mark.lane("profiles")
 
@@ -57,7 +58,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def test_all_trace_at_the_same_time(start: Start, tmp_path: Path) -> None:
     start("rank0"), start("rank1")
     asked = Asked(tmp_path / "asked", tmp_path / "run")
-    with pytest.raises(ConfigurationError, match=rf"Another profile.*pid='{os.getpid()}'\nHint: wait"):
+    with refuses(hint="wait", pid=str(os.getpid())):
         Asked(tmp_path / "asked", tmp_path / "other")
     asked.wait(0.3)
     reports = asked.end()
@@ -88,17 +89,17 @@ def test_all_processes_end(start: Start, tmp_path: Path) -> None:
     process.wait(10)
     began = time.monotonic()
     asked.wait(60.0)
-    with pytest.raises(PeerError, match="The run has ended while it was profiled.*\nHint: take fewer seconds"):
+    with refuses(PeerError, hint="take fewer seconds", run=...):
         asked.end()
     assert time.monotonic() - began < 5
 
 
 def test_nobody_is_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="No process of this run can be traced yet"):
+    with refuses(told=["traced yet"], run=...):
         Asked(tmp_path, tmp_path / "run")
     done = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True)
     (tmp_path / "rank0.profiled").write_text(done.stdout, "utf-8")
-    with pytest.raises(ConfigurationError, match="No process of this run can be traced yet"):
+    with refuses(told=["traced yet"], run=...):
         Asked(tmp_path, tmp_path / "run")
 
 
@@ -108,5 +109,5 @@ def test_a_run_is_found_by_its_process_id(tmp_path: Path, monkeypatch: pytest.Mo
         keep_profile_dir(Path(name), Path("traces"))
         assert find_run(os.getpid()) == (Path(name), Path("traces"))
     for pid in (os.getpid(), 2**30):
-        with pytest.raises(ConfigurationError, match=rf"has ended, or is no launcher of yours. Received: run={pid}"):
+        with refuses(told=["has ended"], run=pid):
             find_run(pid)

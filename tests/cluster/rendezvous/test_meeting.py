@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
+from raising import refuses
 
 from tfrep_strategy.cluster.rendezvous import meeting
 from tfrep_strategy.cluster.rendezvous.confinement import confine, problem_of_confining
@@ -300,7 +301,7 @@ def test_process_0_may_start_again(start: Start, address: str) -> None:
 def test_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TFREP_SECRET_FILE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with pytest.raises(ConfigurationError, match="Processes on several machines need a secret"):
+    with refuses(code="TFREP-E015", hint="set TFREP_SECRET_FILE", TFREP_SECRET_FILE=None):
         shared_secret(one_machine=False)
     with ThreadPoolExecutor(4) as several:
         own = set(several.map(lambda _: shared_secret(one_machine=True), range(8)))
@@ -312,12 +313,12 @@ def test_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TFREP_SECRET_FILE", secret_file(tmp_path / "good", "  " + "s" * 20 + "\n", 0o400))
     assert shared_secret(one_machine=False) == b"s" * 20
     for file, named in (
-        (secret_file(tmp_path / "open", mode=0o640), "Others may read the secret: its file has mode 640."),
-        (secret_file(tmp_path / "short", "secret"), "shorter than 16 characters"),
-        (str(tmp_path / "none"), "cannot be read"),
+        (secret_file(tmp_path / "open", mode=0o640), "mode 640"),
+        (secret_file(tmp_path / "short", "secret"), "16 characters"),
+        (str(tmp_path / "none"), "No such file"),
     ):
         monkeypatch.setenv("TFREP_SECRET_FILE", file)
-        with pytest.raises(ConfigurationError, match=named):
+        with refuses(code="TFREP-E015", told=[named], TFREP_SECRET_FILE=file):
             shared_secret(one_machine=True)
 
 
@@ -339,13 +340,13 @@ def test_a_secret_of_kubernetes_is_of_root_and_of_the_group_of_the_pod(
     os.chown(file, owner, 1000)
     monkeypatch.setenv("TFREP_SECRET_FILE", file)
     monkeypatch.setattr(os, "geteuid", lambda: user)
-    with contextlib.nullcontext() if is_taken else pytest.raises(ConfigurationError, match="(?s)Others may read.*fsGroup"):
+    with contextlib.nullcontext() if is_taken else refuses(code="TFREP-E015", hint="fsGroup", TFREP_SECRET_FILE=file):
         assert shared_secret(one_machine=False) == b"s" * 32
 
 
 @pytest.mark.parametrize("text", ["", "host", "host:", ":1", "host:port", "host:0", "host:99999"])
 def test_addresses_that_cannot_be_read(text: str) -> None:
-    with pytest.raises(ConfigurationError, match='rendezvous cannot be used: write "host:port"'):
+    with refuses(told=["host:port"], rendezvous=text):
         Place(text, 0, 2)
 
 

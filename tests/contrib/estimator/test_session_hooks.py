@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from estimator_programs import Records, estimator_in, input_fn, steps_saved, two
+from raising import refuses
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.errors import HookError
@@ -61,7 +62,7 @@ def fails(context: Any) -> None:
 def test_a_hook_that_fails(tmp_path: Path) -> None:
     hook, other = Records(3, fails), Records()
     estimator = estimator_in(tmp_path, save_checkpoints_steps=2)
-    with pytest.raises(HookError, match=r"^Records\.after_run raised ValueError at global step 3: no more paper$") as caught:
+    with refuses(HookError, told=["Records.after_run", "ValueError", "global step 3", "no more paper"]) as caught:
         estimator.train(input_fn, hooks=[hook, other])
     assert isinstance(caught.value.__cause__, ValueError)
     assert hook.calls[-1] == "after_run"
@@ -74,18 +75,18 @@ def test_a_hook_that_fails(tmp_path: Path) -> None:
 def test_any_method_may_fail(method: str, tmp_path: Path) -> None:
     hook = Records()
     setattr(hook, method, lambda *args: fails(None))
-    with pytest.raises(HookError, match=f"^Records.{method} raised ValueError at global step"):
+    with refuses(HookError, told=[f"Records.{method}", "ValueError", "global step"]):
         estimator_in(tmp_path).train(input_fn, hooks=[hook], steps=2)
 
 
 def test_a_hook_that_asks_for_what_there_is_not(tmp_path: Path) -> None:
     hook = Records()
     hook.before_run = lambda context: tfrep.estimator.SessionRunArgs(["loss", "speed"])  # type: ignore[method-assign]
-    with pytest.raises(HookError, match=r"Received: fetches='speed'\nHint: ask for one of \['global_step', 'loss', 'mae'\]"):
+    with refuses(HookError, hint="ask for one of ['global_step', 'loss', 'mae']", fetches="speed"):
         estimator_in(tmp_path).train(input_fn, hooks=[hook])
 
 
 def test_there_is_no_session(tmp_path: Path) -> None:
     hook = Records(1, lambda context: context.session.run("weights"))
-    with pytest.raises(HookError, match=r"no attribute 'run'\.\nHint: there is no session"):
+    with refuses(HookError, told=["no attribute 'run'"], hint="there is no session"):
         estimator_in(tmp_path).train(input_fn, hooks=[hook])

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from raising import refuses
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.errors import ConfigurationError
@@ -176,7 +177,7 @@ _SCHEDULE = keras.optimizers.schedules.CosineDecay(0.1, 10)
     "settings", [{"epochs": 0}, {"epochs": True}, {"replicas": 0}, {"steps_per_epoch": 0.5}, {"learning_rate": -1.0}]
 )
 def test_bad_settings(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match="Received"):
+    with refuses(**settings):
         tfrep.callbacks.LearningRateWarmup(**{"learning_rate": 0.1} | settings)
 
 
@@ -187,9 +188,9 @@ def test_bad_scales(arguments: tuple[Any, ...]) -> None:
 
 
 def test_schedules_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="warmup_target"):
+    with refuses(hint="warmup_target", learning_rate=_SCHEDULE):
         tfrep.callbacks.scale_learning_rate(_SCHEDULE, 2)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="The optimizer has a schedule"):
+    with refuses(hint="give the optimizer a number", learning_rate=...):
         _fit(_model(keras.optimizers.SGD(_SCHEDULE)), _warmup())
 
 
@@ -198,7 +199,7 @@ def test_an_epoch_of_unknown_length() -> None:
         while True:
             yield _X[:_BATCH], _Y[:_BATCH]
 
-    with pytest.raises(ConfigurationError, match="steps_per_epoch"):
+    with refuses(steps_per_epoch=None):
         _model().fit((batch for batch in [(_X, _Y)]), epochs=2, verbose=0, callbacks=[_warmup()])
     noting = _Noting()
     _model().fit(batches(), steps_per_epoch=_STEPS, epochs=2, verbose=0, callbacks=[_warmup(), noting])
