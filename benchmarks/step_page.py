@@ -34,15 +34,19 @@ def write_page(page: Path, results: Path) -> None:
 
 
 def _bars(results: Mapping[str, Any]) -> Figure:
-    figure = Figure(figsize=(4.0 * len(results), 3.6))
-    for axes, (name, summary) in zip(figure.subplots(1, len(results), squeeze=False)[0], results.items(), strict=True):
+    """One panel below the other, of the width of a page, so that names and numbers can be read there."""
+    heights = [len(summary["median_ms"]) for summary in results.values()]
+    figure = Figure(figsize=(7.4, 0.24 * sum(heights) + 0.8 * len(heights)))
+    panels = figure.subplots(len(heights), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
+    for axes, (name, summary) in zip(panels, results.items(), strict=True):
         variants = list(summary["median_ms"])[::-1]
         rates = [1e3 * NETS[name]["batch"] / summary["median_ms"][variant] for variant in variants]
-        axes.barh(variants, rates, color=[_OURS if "ours" in variant else _PEERS for variant in variants])
-        axes.set(title=name, xlabel="examples per second")
-        axes.tick_params(labelsize=7)
-        axes.locator_params(axis="x", nbins=4)
-        axes.xaxis.set_major_formatter("{x:,.0f}")
+        bars = axes.barh(variants, rates, color=[_OURS if "ours" in variant else _PEERS for variant in variants])
+        axes.bar_label(bars, fmt="{:,.0f}", padding=3, fontsize=9)
+        axes.set(title=f"{name}: examples per second", xmargin=0.1)
+        axes.tick_params(labelsize=9)
+        axes.xaxis.set_visible(False)
+        axes.spines[["top", "right", "bottom"]].set_visible(False)
     figure.tight_layout()
     return figure
 
