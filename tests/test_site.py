@@ -22,8 +22,8 @@ _README = _REPOSITORY / "README.md"
 _LINES_OF_A_SCREEN = 25
 _USER_PAGES = (
     "index.md", "getting_started.md", "choose_a_strategy.md", "guarantees.md", "glossary.md", "guides/*.md", "callbacks.md",
-    "recipes.md", "checkpoints.md", "performance.md", "troubleshooting.md", "debugging.md", "gpus.md", "security.md",
-    "support.md", "migration/*.md", "notebooks.md",
+    "recipes.md", "recipes/*.md", "checkpoints.md", "performance.md", "troubleshooting.md", "debugging.md", "gpus.md",
+    "security.md", "support.md", "migration/*.md", "notebooks.md",
 )  # fmt: skip
 """Pages of those who use the package. The others are the reference, and pages of those who work on it."""
 
