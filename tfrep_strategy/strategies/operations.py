@@ -30,7 +30,7 @@ _APART = "The replicas take different branches, in which there is a collective. 
 _HINT = "\nHint: decide by what is the same on all replicas, such as tfrep.all_reduce(loss, 'mean')."
 
 
-def deciding_a_truth(build: Any) -> Any:
+def with_agreed_condition(build: Any) -> Any:
     """Wraps the builder of `tf.cond`, so that all replicas of a process take the same branch."""
 
     @functools.wraps(build)
@@ -40,7 +40,7 @@ def deciding_a_truth(build: Any) -> Any:
     return build_cond
 
 
-def deciding_a_number(build: Any) -> Any:
+def with_agreed_branch(build: Any) -> Any:
     """Does the same for `tf.switch_case`."""
 
     @functools.wraps(build)
@@ -98,7 +98,7 @@ def order_loops_that_draw(size: int) -> None:
     _orders = size > 1
 
 
-def in_order(build: Any) -> Any:
+def with_rounds_in_order(build: Any) -> Any:
     """Wraps the builder of a loop, so that rounds that draw run one after the other."""
 
     @functools.wraps(build)
@@ -125,7 +125,7 @@ def _draws(graph: Any) -> bool:
     return any(x.type in LEGACY_DRAWS or any(map(_draws, called_graphs(x))) for x in operations)
 
 
-def of_no_rows_too(mirror_pad: Any) -> Any:
+def accepting_no_rows(mirror_pad: Any) -> Any:
     """Wraps `mirror_pad`, so that it accepts tensors without rows."""
 
     @functools.wraps(mirror_pad)

@@ -179,16 +179,16 @@ class PartitionedFunction:
 
     Args:
         function: The function.
-        as_it_was: Calls the original function. If given, the function is partitioned only if it trains.
+        original: Calls the original function. If given, the function is partitioned only if it trains.
     """
 
-    def __init__(self, function: Callable[..., Any], as_it_was: Callable[..., Any] | None = None) -> None:
-        self._must_train = as_it_was is not None
+    def __init__(self, function: Callable[..., Any], original: Callable[..., Any] | None = None) -> None:
+        self._must_train = original is not None
         self._python: Callable[..., Any] = getattr(function, "python_function", function)
         self._name = getattr(self._python, "__qualname__", "a function")
         self._signature, self._compiled = getattr(function, "input_signature", None), asks_for_xla(function)
-        self._as_it_was = as_it_was or (function if hasattr(function, "python_function") else tf.function(function))
-        self._steps: dict[Any, _Step | _AsItWas] = {}
+        self._original = original or (function if hasattr(function, "python_function") else tf.function(function))
+        self._steps: dict[Any, _Step | _NotShared] = {}
         self._lock = threading.RLock()
         functools.update_wrapper(self, self._python)
 
@@ -196,7 +196,7 @@ class PartitionedFunction:
         """Returns the function as a method of an object."""
         if owner is None:
             return self
-        made = PartitionedFunction(self._as_it_was.__get__(owner, kind))
+        made = PartitionedFunction(self._original.__get__(owner, kind))
         name = getattr(self._python, "__name__", "")
         if name and getattr(kind, name, None) is self:
             vars(owner)[name] = made  # Its traces belong to the object.
@@ -205,19 +205,19 @@ class PartitionedFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return called(self._name, self._call, args, kwargs)
 
-    def call_as_it_was(self, *args: Any, **kwargs: Any) -> Any:
+    def call_original(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the original function, whose work replicas do not share. `tfrep verify` compares it as well."""
-        return called(self._name, self._as_it_was, args, kwargs)
+        return called(self._name, self._original, args, kwargs)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         strategy = strategy_here()
         if strategy is None:
-            return self._as_it_was(*args, **kwargs)
+            return self._original(*args, **kwargs)
         bound = inspect.signature(self._python).bind(*args, **kwargs)
         bound.apply_defaults()
         given = _Arguments.of((bound.args, bound.kwargs), self._signature)
         if not all(map(_fits, given.specs, given.tensors)):
-            return self._as_it_was(*args, **kwargs)  # The original function raises the error.
+            return self._original(*args, **kwargs)  # The original function raises the error.
         names = [name for name, value in bound.arguments.items() for _ in _dense(list(filter(_is_tensor, _leaves(value))))]
         key, extended = (id(strategy), given.key), strategy.extended
         with self._lock:
@@ -226,8 +226,8 @@ class PartitionedFunction:
             elif isinstance(self._steps[key], _Step):
                 self._note_call(extended, given)
         step = self._steps[key]
-        if isinstance(step, _AsItWas):
-            return self._as_it_was(*args, **kwargs)
+        if isinstance(step, _NotShared):
+            return self._original(*args, **kwargs)
         extended.synchronize_new_variables()
         extended.mark_state_changed()
         with extended.watching_peers():
@@ -241,7 +241,7 @@ class PartitionedFunction:
         """Describes how the function is partitioned, for each kind of arguments that it was called with."""
         return [line for step in self._steps.values() for line in step.describe()]
 
-    def _step(self, strategy: Any, given: _Arguments, names: Sequence[str]) -> _Step | _AsItWas:
+    def _step(self, strategy: Any, given: _Arguments, names: Sequence[str]) -> _Step | _NotShared:
         """Returns the step for one kind of arguments."""
         extended, fingerprint = strategy.extended, Fingerprint({"arguments": given.tensors})
         name = self._name
@@ -256,12 +256,12 @@ class PartitionedFunction:
         except Exception:
             if self._must_train:  # The original function raises the error again when it is called.
                 extended.forget_step()
-                return _AsItWas([])
+                return _NotShared([])
             raise
         if self._must_train:
             if not step.trains:
                 extended.forget_step()
-                return _AsItWas([])
+                return _NotShared([])
             if is_shared:
                 self._note_call(extended, given)
             if len(set(extended.all_gather_object(fingerprint.digest))) > 1:
@@ -269,12 +269,12 @@ class PartitionedFunction:
                     f"Ranks call {name} with other arguments, so each of them computes for its own.\n"
                     "Hint: give all ranks the same batches, so that they share the work; or set partition_functions=False."
                 )
-                return _AsItWas(["Each process computes all of it, since ranks have called it with other arguments."])
+                return _NotShared(["Each process computes all of it, since ranks have called it with other arguments."])
         step.compare()
         return step
 
 
-class _AsItWas(NamedTuple):
+class _NotShared(NamedTuple):
     """Stands for a function that replicas do not share for one kind of arguments.
 
     Attributes:
@@ -527,7 +527,7 @@ def _as_key(value: Any) -> Any:
 
 _LIBRARIES = ("tensorflow", "keras", "tfrep_strategy")
 _candidates: weakref.WeakKeyDictionary[Any, PartitionedFunction | None] = weakref.WeakKeyDictionary()
-_call_as_it_was = Function.__call__
+_original_call = Function.__call__
 
 
 def candidate(function: Any) -> PartitionedFunction | None:
@@ -536,24 +536,24 @@ def candidate(function: Any) -> PartitionedFunction | None:
         module = str(getattr(inspect.unwrap(function.python_function), "__module__", None) or "")
         is_users = module.partition(".")[0] not in _LIBRARIES
         # It must not keep alive the function, which is the key.
-        as_it_was = functools.partial(_call, weakref.ref(function))
-        _candidates[function] = PartitionedFunction(function, as_it_was) if is_users else None
+        original = functools.partial(_call, weakref.ref(function))
+        _candidates[function] = PartitionedFunction(function, original) if is_users else None
     return _candidates[function]
 
 
 def _call(function: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-    return _call_as_it_was(function(), *args, **kwargs)
+    return _original_call(function(), *args, **kwargs)
 
 
-@functools.wraps(_call_as_it_was)
+@functools.wraps(_original_call)
 def call_in_scope(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Calls a `tf.function`. Replicas share its work if it is the user's, and is called in a scope."""
     strategy = strategy_here() if threading.current_thread() is threading.main_thread() else None
     shares = strategy is not None and _shares(strategy)
     found = candidate(function) if shares or verification() is not None else None
     if found is None or any(map(_is_distributed, (*args, *kwargs.values()))):
-        return _call_as_it_was(function, *args, **kwargs)
-    return found(*args, **kwargs) if shares else found.call_as_it_was(*args, **kwargs)
+        return _original_call(function, *args, **kwargs)
+    return found(*args, **kwargs) if shares else found.call_original(*args, **kwargs)
 
 
 def _shares(strategy: Any) -> bool:

@@ -24,10 +24,16 @@ from tfrep_strategy.core.tf import (
 from tfrep_strategy.keras_integration.synchronous.saving import exported_by_one, saved_now, written_by_one
 from tfrep_strategy.strategies.in_sync import with_seeds_of_replica
 from tfrep_strategy.strategies.one_device import none_in_trace
-from tfrep_strategy.strategies.operations import deciding_a_number, deciding_a_truth, in_order, of_no_rows_too, with_own_file
+from tfrep_strategy.strategies.operations import (
+    accepting_no_rows,
+    with_agreed_branch,
+    with_agreed_condition,
+    with_own_file,
+    with_rounds_in_order,
+)
 from tfrep_strategy.strategies.partitioned_functions import call_in_scope, loop
-from tfrep_strategy.strategies.replica_context import inheriting, with_inherited
-from tfrep_strategy.strategies.variables import with_copies_that_are_read
+from tfrep_strategy.strategies.replica_context import in_caller_state, saving_caller_state
+from tfrep_strategy.strategies.variables import with_local_copies
 
 _LOOP = "({}, extra_test, body, get_state, set_state, symbol_names, opts)"
 
@@ -70,38 +76,38 @@ REPLACED = Replacements(
             MirroredReplicaThread, "__init__",
             "(self, dist, coord, replica_id, devices, variable_creator_fn, fn, caching_scope, args, kwargs,"
             " thread_local_callables=None)",
-            inheriting,
+            saving_caller_state,
             "the thread of a replica inherits the state of its caller",
         ),
         Replacement(
-            MirroredReplicaThread, "run", "(self)", with_inherited,
+            MirroredReplicaThread, "run", "(self)", in_caller_state,
             "the same",
         ),
         Replacement(
             cond_v2, "_build_cond",
             "(pred, true_graph, false_graph, true_inputs, false_inputs, building_gradient, add_identities=True,"
             " prevent_lowering=False, name=None)",
-            deciding_a_truth,
+            with_agreed_condition,
             "raises an error if replicas of a process choose different branches with a collective",
         ),
         Replacement(
             cond_v2, "_build_case", "(branch_index, branch_graphs, branch_inputs, name=None, lower_using_switch_merge=None)",
-            deciding_a_number,
+            with_agreed_branch,
             "the same",
         ),
         Replacement(
             while_v2, "while_loop",
             "(cond, body, loop_vars, shape_invariants=None, parallel_iterations=10, maximum_iterations=None, name=None,"
             " return_same_structure=True, back_prop=True)",
-            in_order,
+            with_rounds_in_order,
             "a loop that draws random numbers runs its rounds in order, so that all processes draw the same",
         ),
         Replacement(
-            array_operations, "mirror_pad", "(input, paddings, mode, name=None)", of_no_rows_too,
+            array_operations, "mirror_pad", "(input, paddings, mode, name=None)", accepting_no_rows,
             "pads a replica's part even without rows",
         ),
         Replacement(
-            LoadedFunction, "_call_flat", "(self, args, captured_inputs)", with_copies_that_are_read,
+            LoadedFunction, "_call_flat", "(self, args, captured_inputs)", with_local_copies,
             "outside of replicas, calls a loaded model with the local copies",
         ),
         Replacement(

@@ -73,25 +73,25 @@ class _Inherited:
             self._context.run(fn)
 
 
-def inheriting(init: Any) -> Any:
+def saving_caller_state(init: Any) -> Any:
     """Wraps the constructor of a replica's thread, so that the thread gets the state of its caller."""
 
     @functools.wraps(init)
-    def inheriting_init(self: Any, strategy: Any, *args: Any, **kwargs: Any) -> None:
+    def init_with_caller_state(self: Any, strategy: Any, *args: Any, **kwargs: Any) -> None:
         init(self, strategy, *args, **kwargs)
         self.inherited = _Inherited(self) if isinstance(driver_of(strategy), SynchronousDriver) else None
 
-    return inheriting_init
+    return init_with_caller_state
 
 
-def with_inherited(run: Any) -> Any:
+def in_caller_state(run: Any) -> Any:
     """Wraps the `run` of a replica's thread, so that it runs in the state of its caller."""
 
     @functools.wraps(run)
-    def run_with_inherited(self: Any) -> None:
+    def run_in_caller_state(self: Any) -> None:
         if self.inherited is None:
             run(self)
         else:
             self.inherited.run(functools.partial(run, self))
 
-    return run_with_inherited
+    return run_in_caller_state

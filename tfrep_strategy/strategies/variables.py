@@ -217,7 +217,7 @@ class ProcessVariable(ResourceVariable):
         return with_our_class(super().__deepcopy__(memo))
 
 
-def with_copies_that_are_read(call: Any) -> Any:
+def with_local_copies(call: Any) -> Any:
     """Lets functions of a loaded SavedModel run outside replicas, on the local copy."""
 
     @functools.wraps(call)
