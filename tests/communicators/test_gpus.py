@@ -37,7 +37,7 @@ def test_collectives_run_on_the_gpu_with_their_order(dtype: str) -> None:
             communicator.all_reduce(tensors, op)
         communicator.all_to_all(tensors[0], tf.constant([1, 1]))
         communicator.broadcast(tensors)
-        Share.equal(2).weigh(tensors[0])
+        Share.equal(2).weighted(tensors[0])
     assert not without_gpu_kernel(graph)
     collectives = [operation for operation in graph.get_operations() if operation.type.startswith("Collective")]
     assert len(collectives) == 8

@@ -37,9 +37,9 @@ def test_means_and_their_gradients_are_those_of_the_batch(cut: list[int]) -> Non
         return loss, tape.gradient(loss, scale)
 
     replicas = zip(shares_of(cut), parts_of(cut), strict=True)
-    weighed = [[share.weigh(value) for value in mean(part)] for share, part in replicas]
+    weighted = [[share.weighted(value) for value in mean(part)] for share, part in replicas]
     wanted = mean(EXAMPLES[: sum(cut)]) if sum(cut) else (0.0, 0.0)
-    near(tf.reduce_sum(weighed, 0), wanted)
+    near(tf.reduce_sum(weighted, 0), wanted)
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
@@ -53,7 +53,7 @@ def test_a_weighted_mean_counts_a_replica_as_its_examples(cut: list[int]) -> Non
 
 def test_what_is_unweighed_first_is_weighed_back() -> None:
     for share, part in zip(shares_of([3, 1, 0]), parts_of([3, 1, 0]), strict=True):
-        near(share.weigh(share.unweigh(tf.reduce_sum(part))), tf.reduce_sum(part))
+        near(share.weighted(share.unweighted(tf.reduce_sum(part))), tf.reduce_sum(part))
 
 
 def test_gradients_through_a_collective_are_those_of_one_device() -> None:
@@ -64,19 +64,19 @@ def test_gradients_through_a_collective_are_those_of_one_device() -> None:
 
     def summed(own: list[tf.Tensor]) -> list[tf.Tensor]:
         del own
-        return [tf.add_n([share.weigh(gradient) for (share, _), gradient in zip(replicas, of_sum, strict=True)])]
+        return [tf.add_n([share.weighted(gradient) for (share, _), gradient in zip(replicas, of_sum, strict=True)])]
 
     for (share, part), gradient in zip(replicas, of_sum, strict=True):
-        of_a = share.weigh(share.through(summed, [gradient])[0])
+        of_a = share.weighted(share.through(summed, [gradient])[0])
         near(of_a, tf.reduce_mean(EXAMPLES[:4]) if len(part) else 0.0)
 
 
 def test_an_empty_share_silences_what_is_not_finite_and_every_type_stays() -> None:
     empty, half, _ = shares_of([0, 1, 1])
     rows = tf.IndexedSlices(tf.constant([[np.nan, 1.0]]), tf.constant([2]), tf.constant([4, 2]))
-    np.testing.assert_array_equal(empty.weigh(tf.constant([np.nan, np.inf, 1.0])), [0.0, 0.0, 0.0])
-    np.testing.assert_array_equal(empty.weigh(rows).values, [[0.0, 0.0]])
-    assert empty.weigh(None) is None
-    assert (half.weigh(tf.constant([2.0], tf.float16)).dtype, half.weigh(tf.constant(2j)).numpy()) == (tf.float16, 1j)
+    np.testing.assert_array_equal(empty.weighted(tf.constant([np.nan, np.inf, 1.0])), [0.0, 0.0, 0.0])
+    np.testing.assert_array_equal(empty.weighted(rows).values, [[0.0, 0.0]])
+    assert empty.weighted(None) is None
+    assert (half.weighted(tf.constant([2.0], tf.float16)).dtype, half.weighted(tf.constant(2j)).numpy()) == (tf.float16, 1j)
     # A third of 100 is 33.25 in bfloat16. The product with a third in bfloat16 would be 33.5.
-    assert float(Share.equal(3).weigh(tf.constant(100.0, tf.bfloat16))) == 33.25
+    assert float(Share.equal(3).weighted(tf.constant(100.0, tf.bfloat16))) == 33.25

@@ -36,7 +36,7 @@ class Share:
     Example:
         >>> uneven = [Share.of_batch(tf.constant(n, tf.int64), tf.constant(4, tf.int64)) for n in (3, 1, 0)]
         >>> means = [tf.constant(2.0), tf.constant(6.0), tf.constant(float("nan"))]
-        >>> sum(float(share.weigh(mean)) for share, mean in zip(uneven, means))
+        >>> sum(float(share.weighted(mean)) for share, mean in zip(uneven, means))
         3.0
     """
 
@@ -63,7 +63,7 @@ class Share:
 
     # The rule.
 
-    def weigh(self, value: Gradient) -> Gradient:
+    def weighted(self, value: Gradient) -> Gradient:
         """Multiplies a mean over the replica's examples, or a gradient of one, by the share. The sum over replicas is global.
 
         Args:
@@ -75,7 +75,7 @@ class Share:
         if value is None:
             return None
         if isinstance(value, tf.IndexedSlices):
-            return tf.IndexedSlices(self.weigh(value.values), value.indices, value.dense_shape)
+            return tf.IndexedSlices(self.weighted(value.values), value.indices, value.dense_shape)
         return _rounded_once(tf.math.multiply_no_nan, value, self.value)
 
     def as_weight(self, dtype: Any) -> tf.Tensor:
@@ -84,10 +84,10 @@ class Share:
 
     # Consequences for values that are weighted later.
 
-    def unweigh(self, value: Gradient) -> Gradient:
+    def unweighted(self, value: Gradient) -> Gradient:
         """Divides a part of a global sum by the share, so that weighing it leaves the part. The quotient by 0 is 0."""
         if isinstance(value, tf.IndexedSlices):
-            return tf.IndexedSlices(self.unweigh(value.values), value.indices, value.dense_shape)
+            return tf.IndexedSlices(self.unweighted(value.values), value.indices, value.dense_shape)
         return _rounded_once(tf.math.divide_no_nan, value, self.value)
 
     def through(self, send: Callable[[list[tf.Tensor]], list[tf.Tensor]], gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -103,8 +103,8 @@ class Share:
         Returns:
             The gradients of this replica's arguments of the collective.
         """
-        arrived = send([self.weigh(gradient) for gradient in gradients])
-        return [self.unweigh(gradient) for gradient in arrived]
+        arrived = send([self.weighted(gradient) for gradient in gradients])
+        return [self.unweighted(gradient) for gradient in arrived]
 
     # No examples.
 

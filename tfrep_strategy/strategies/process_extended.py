@@ -225,14 +225,14 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
         The gradients are equal if all processes read the same data. If not, their mean keeps the weights equal.
         """
         share = Share.equal(self._num_replicas_in_sync)
-        weighed = [share.weigh(gradient) for gradient in own_gradients]
+        weighted = [share.weighted(gradient) for gradient in own_gradients]
         means = gradients.aggregate(
-            [None if isinstance(gradient, tf.IndexedSlices) else gradient for gradient in weighed],
+            [None if isinstance(gradient, tf.IndexedSlices) else gradient for gradient in weighted],
             all_reduce=self.sum_over_replicas,
             all_gather=self.gather_over_replicas,
             bucket_bytes=self.bucket_bytes_for(own_gradients),
         )
-        for i, own in enumerate(weighed):
+        for i, own in enumerate(weighted):
             if isinstance(own, tf.IndexedSlices):
                 of_all = self._reduce_slices(tf.distribute.ReduceOp.SUM, own)
                 means[i] = gradients.summed_where_alike(of_all, self._num_replicas_in_sync)

@@ -20,7 +20,7 @@ from tfrep_strategy.keras_integration.synchronous.threads import CallerState
 from tfrep_strategy.strategies.in_sync import seeds_of_replica
 
 
-class _WeighedGradient:
+class _WeightedGradient:
     """Overrides `all_reduce` in steps that weight by examples: its gradient uses the shares of all replicas (`Share.through`)."""
 
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
@@ -45,11 +45,11 @@ class _WeighedGradient:
         return tf.nest.pack_sequence_as(value, reduced(own))
 
 
-class ProcessReplicaContext(_WeighedGradient, ReplicaContext):
+class ProcessReplicaContext(_WeightedGradient, ReplicaContext):
     """The context of the one replica of a process."""
 
 
-class DeviceReplicaContext(_WeighedGradient, MirroredReplicaContext):
+class DeviceReplicaContext(_WeightedGradient, MirroredReplicaContext):
     """The context of one of several replicas of a process."""
 
 

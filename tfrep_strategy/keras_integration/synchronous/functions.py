@@ -65,7 +65,7 @@ def with_global_logs(model: Any, phase: str, strategy: KerasStrategy, step_funct
         assert share is not None
         flat = [tf.convert_to_tensor(value) for value in tf.nest.flatten(logs)]
         places = [i for i, value in enumerate(flat) if value.dtype.is_floating and not value.shape.rank]
-        summed = strategy.extended.sum_over_replicas([share.weigh(flat[i]) for i in places])
+        summed = strategy.extended.sum_over_replicas([share.weighted(flat[i]) for i in places])
         known = dict(zip(places, summed, strict=True))
         return tf.nest.pack_sequence_as(logs, [known.get(i, value) for i, value in enumerate(flat)])
 

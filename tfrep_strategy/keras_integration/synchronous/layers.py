@@ -259,7 +259,7 @@ class Losses(SynchronousBase):
         all_total, all_valid = map(ops.stop_gradient, self.strategy.extended.sum_over_replicas([total, valid]))
         share = current_share()
         # A step weights by rows. Rows may have other lengths on each replica if each reads its own data.
-        entries = all_total if share is None else share.unweigh(total)
+        entries = all_total if share is None else share.unweighted(total)
         return original(sample_weight, mask, dtype, None) * ops.divide_no_nan(entries, all_valid)
 
     def reduce_loss(
@@ -272,13 +272,13 @@ class Losses(SynchronousBase):
         total = ops.sum(values)
         weighs = reduction == "mean_with_sample_weight" and sample_weight is not None
         if reduction == "sum":
-            return total if share is None else share.unweigh(total)
+            return total if share is None else share.unweighted(total)
         if share is None or weighs:
             divisor = ops.sum(sample_weight) if weighs else ops.prod(ops.cast(ops.shape(values), "int32"))
             divisor = self.strategy.extended.sum_over_replicas([ops.cast(divisor, total.dtype)])[0]
             divisor = divisor if weighs else ops.stop_gradient(divisor)  # A count has no gradient.
             mean = ops.divide_no_nan(total, divisor)
-            return mean if share is None else share.unweigh(mean)
+            return mean if share is None else share.unweighted(mean)
         if 0 in values.shape:  # A replica without examples, which Keras would not reduce.
             return total
         return original(values, sample_weight, reduction)

@@ -288,11 +288,11 @@ class Updates(ShardedUpdates):
             return [whole.get(i, gradient) for i, gradient in enumerate(gradients)]
 
         if self._accumulates_locally(optimizer):
-            own = _weighed([dense(g) for g in grads])  # Keras collects in dense variables.
+            own = _weighted([dense(g) for g in grads])  # Keras collects in dense variables.
             with _applied_gradients.to("local"):
                 return original(optimizer, with_whole(own), trainable_variables)
         with _applied_gradients.to("global"):
-            summed = strategy.extended.aggregate_gradients(_weighed(grads))
+            summed = strategy.extended.aggregate_gradients(_weighted(grads))
             return original(optimizer, with_whole(summed), trainable_variables)
 
     def apply_scaled(self, original: Any, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
@@ -336,7 +336,7 @@ class Updates(ShardedUpdates):
         return bool(optimizer.gradient_accumulation_steps) and self.strategy.extended.collectives_in_branches
 
 
-def _weighed(grads: list[Any]) -> list[Any]:
+def _weighted(grads: list[Any]) -> list[Any]:
     """Multiplies gradients by the replica's share, in a step that weights by examples."""
     share = current_share()
-    return grads if share is None else [share.weigh(g) for g in grads]
+    return grads if share is None else [share.weighted(g) for g in grads]
