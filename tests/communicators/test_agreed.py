@@ -33,7 +33,7 @@ def chosen(strategy: Any, spoil: Callable[[Any], Callable[[], None]], has_gpu: l
         stack.enter_context(mock.patch.object(shared_memory, "_MEETING_SECONDS", 2.0))
         caught = stack.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("always")
-        found = shared_memory.over_common_memory(connected, environment, has_gpu=has_gpu[strategy.rank])
+        found = shared_memory.over_shared_memory(connected, environment, has_gpu=has_gpu[strategy.rank])
     with contextlib.nullcontext() if found is connected else contextlib.closing(found):
         total = float(tf.function(lambda: found.all_reduce([tf.constant(1.0 + strategy.rank)]))()[0])
         told = found.all_gather_object(found.name)

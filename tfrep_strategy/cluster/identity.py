@@ -20,7 +20,7 @@ from tfrep_strategy.cluster.transports import (
     horovod_library,
     horovod_transports,
     installed_communicators,
-    no_common_memory,
+    no_shared_memory,
 )
 from tfrep_strategy.errors import ConfigurationError, message, warn
 
@@ -71,7 +71,7 @@ def resolve_communicator(name: str, size: int = 2) -> str:
         if choice.hint:
             warn(choice.describe())
         if apart and SHARES_MEMORY and not gpus and 1 < size <= MOST_SHARING:
-            warn(no_common_memory(apart, choice.communicator))
+            warn(no_shared_memory(apart, choice.communicator))
         return choice.communicator
     if name == "mpi":
         raise ConfigurationError(

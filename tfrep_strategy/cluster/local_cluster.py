@@ -347,12 +347,12 @@ def run_server(cluster: dict[str, Any], job: str, index: int, *, coordinator_tim
     config.inter_op_parallelism_threads = max(4, len(cluster["worker"]) + 1)
     spec = tf.train.ClusterSpec(cluster)
     own = spec.task_address(job, index)
-    everybody = [address for each in spec.jobs for address in spec.job_tasks(each)]
+    all_addresses = [address for each in spec.jobs for address in spec.job_tasks(each)]
     unknown = "" if "chief" in spec.jobs else "the coordinator"
-    with confined(own, everybody, unknown=unknown):
+    with confined(own, all_addresses, unknown=unknown):
         server = tf.distribute.Server(spec, job, index, protocol="grpc", config=config, start=False)
     server.start()  # It takes no orders before.
-    watch_connections(server, everybody)
+    watch_connections(server, all_addresses)
     if coordinator_timeout is not None:
         threading.Thread(target=_end_with, args=(cluster["chief"][0], coordinator_timeout), daemon=True).start()
     server.join()

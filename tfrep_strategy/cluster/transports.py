@@ -214,11 +214,11 @@ def choose_communicator(
     return Choice("horovod", "Horovod has NCCL for the GPUs." if gpus else "Horovod is installed.")
 
 
-def no_common_memory(problem: str, communicator: str) -> str:
+def no_shared_memory(problem: str, communicator: str) -> str:
     """Returns the warning for processes of one machine that cannot use shared memory.
 
     Example:
-        >>> no_common_memory("the system refuses it", "tf")
+        >>> no_shared_memory("the system refuses it", "tf")
         'Communicator "tf": shared memory would be faster, but cannot be used: the system refuses it.'
     """
     return f'Communicator "{communicator}": shared memory would be faster, but cannot be used: {problem}.'

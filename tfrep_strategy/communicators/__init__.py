@@ -89,9 +89,9 @@ def _named(name: str, environment: Any, device: str | None) -> Communicator:
     connected = TensorFlowCommunicator(environment, device)
     if not is_auto:
         return connected
-    from tfrep_strategy.communicators.shared_memory import over_common_memory
+    from tfrep_strategy.communicators.shared_memory import over_shared_memory
 
-    return over_common_memory(connected, environment, has_gpu=has_gpu)
+    return over_shared_memory(connected, environment, has_gpu=has_gpu)
 
 
 def _reachable(environment: Any, horovod: Collection[str]) -> Collection[str]:

@@ -64,10 +64,10 @@ class TracesOfCluster:
 
     def __init__(self) -> None:
         self.run_folder = new_run_folder(folder_of_environment())
-        self._asked: requests.Asked | None = None
+        self._asked: requests.ProfileRequest | None = None
         self._problem = ""
         try:
-            self._asked = requests.Asked(_folder_of_requests(), self.run_folder)
+            self._asked = requests.ProfileRequest(_folder_of_requests(), self.run_folder)
         except (TfrepError, OSError) as error:
             self._problem = str(error)
 

@@ -15,7 +15,7 @@ import pytest
 from calling import command
 from raising import refuses
 
-from tfrep_strategy.cluster.profiles.requests import Asked, answer_requests, find_run, keep_profile_dir, name_of_folder
+from tfrep_strategy.cluster.profiles.requests import ProfileRequest, answer_requests, find_run, keep_profile_dir, name_of_folder
 from tfrep_strategy.errors import PeerError
 
 pytestmark = pytest.mark.lane("profiles")
@@ -57,9 +57,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 def test_all_trace_at_the_same_time(start: Start, tmp_path: Path) -> None:
     start("rank0"), start("rank1")
-    asked = Asked(tmp_path / "asked", tmp_path / "run")
+    asked = ProfileRequest(tmp_path / "asked", tmp_path / "run")
     with refuses(hint="wait", pid=str(os.getpid())):
-        Asked(tmp_path / "asked", tmp_path / "other")
+        ProfileRequest(tmp_path / "asked", tmp_path / "other")
     asked.wait(0.3)
     reports = asked.end()
     assert [report.who for report in reports] == ["rank0", "rank1"]
@@ -74,7 +74,7 @@ def test_all_trace_at_the_same_time(start: Start, tmp_path: Path) -> None:
 def test_a_process_that_does_not_answer(start: Start, tmp_path: Path) -> None:
     start("rank0")
     dies = start("rank1")
-    asked = Asked(tmp_path / "asked", tmp_path / "run")
+    asked = ProfileRequest(tmp_path / "asked", tmp_path / "run")
     dies.send_signal(signal.SIGKILL)
     dies.wait(10)
     first, second = asked.end()
@@ -84,7 +84,7 @@ def test_a_process_that_does_not_answer(start: Start, tmp_path: Path) -> None:
 
 def test_all_processes_end(start: Start, tmp_path: Path) -> None:
     process = start("rank0")
-    asked = Asked(tmp_path / "asked", tmp_path / "run")
+    asked = ProfileRequest(tmp_path / "asked", tmp_path / "run")
     process.kill()
     process.wait(10)
     began = time.monotonic()
@@ -96,11 +96,11 @@ def test_all_processes_end(start: Start, tmp_path: Path) -> None:
 
 def test_nobody_is_there(tmp_path: Path) -> None:
     with refuses(told=["traced yet"], run=...):
-        Asked(tmp_path, tmp_path / "run")
+        ProfileRequest(tmp_path, tmp_path / "run")
     done = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True)
     (tmp_path / "rank0.profiled").write_text(done.stdout, "utf-8")
     with refuses(told=["traced yet"], run=...):
-        Asked(tmp_path, tmp_path / "run")
+        ProfileRequest(tmp_path, tmp_path / "run")
 
 
 def test_a_run_is_found_by_its_process_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -296,7 +296,7 @@ def find_run(pid: int) -> tuple[Path, Path]:
     raise ConfigurationError(message(what, hint="name the process id of `tfrep run`.", run=pid))
 
 
-class Asked:
+class ProfileRequest:
     """Asks all processes of a run on this machine to trace themselves at the same time, from the return of this call until `end`.
 
     Args:
@@ -374,7 +374,7 @@ def profile_run(run: int, seconds: float, profile_dir: Path | None = None) -> No
     checked(ProfiledSeconds, "seconds", seconds, hint="e.g. 2.")
     folder, own_dir = find_run(run)
     run_folder = new_run_folder(writable_folder(profile_dir or own_dir))
-    asked = Asked(folder, run_folder)
+    asked = ProfileRequest(folder, run_folder)
     asked.wait(seconds)
     reports = asked.end()
     write_summary(reports, run_folder)

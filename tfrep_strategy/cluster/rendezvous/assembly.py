@@ -232,7 +232,7 @@ class Assembly:
         self._is_growing = False
         self._end_by: float | None = None
         self._own_host = LOOPBACK
-        self._strangers = set[str]()
+        self._refused = set[str]()
         self._last_arrival = time.monotonic()
         self._is_over, self._own_code = False, 1
         self._patience, self._last_look, self._is_closed = machine_silence(), time.monotonic(), threading.Event()
@@ -298,8 +298,8 @@ class Assembly:
 
     def _admit(self, guest: Guest) -> None:
         if guest.said is None:
-            if guest.address not in self._strangers:
-                self._strangers.add(guest.address)
+            if guest.address not in self._refused:
+                self._refused.add(guest.address)
                 _log.warning("At %s, a process at %s has another secret, and is not let in.", self._place.address, guest.address)
             return
         member = _Member(guest.connection, guest.said, is_ready=False)

@@ -24,7 +24,7 @@ from tfrep_strategy.core.validation import Network
 from tfrep_strategy.errors import message, warn
 
 _LOOPBACK = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128"))
-_EVERYBODY = (ipaddress.ip_network("0.0.0.0/0"), ipaddress.ip_network("::/0"))
+_ALL_ADDRESSES = (ipaddress.ip_network("0.0.0.0/0"), ipaddress.ip_network("::/0"))
 _SHARES_PORT = "TF_GRPC_REUSE_PORT"
 """Lets TensorFlow's server listen at a port at which a socket of the same user listens."""
 _TAKES_PACKETS, _TAKES_CONNECTIONS = 26, 51
@@ -75,7 +75,7 @@ def confined(own: str, addresses: Sequence[str], *, unknown: str = "", speaks: b
     with contextlib.ExitStack() as stack:
         door = None
         try:
-            door = stack.enter_context(_door(int(own.rpartition(":")[2]), _EVERYBODY if problem else networks))
+            door = stack.enter_context(_door(int(own.rpartition(":")[2]), _ALL_ADDRESSES if problem else networks))
         except OSError as error:  # If the port is in use, TensorFlow will report it.
             problem = problem or str(error)
         with _sharing_ports() if door else contextlib.nullcontext():

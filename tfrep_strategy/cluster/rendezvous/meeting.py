@@ -180,7 +180,7 @@ class Visit:
             except _Silence as error:
                 problem, silences = str(error), silences + 1
                 if silences == _SILENCES:
-                    raise self._stranger() from None
+                    raise self._other_program() from None
             except (OSError, EOFError) as error:
                 problem, silences = f"{self.place.named([0])} cannot be reached ({str(error) or 'it hung up'})", 0
             now = time.monotonic()
@@ -237,9 +237,9 @@ class Visit:
         except (AssertionError, OSError) as error:
             if getattr(error, "errno", None) is not None:
                 raise
-            raise self._stranger() from None
+            raise self._other_program() from None
 
-    def _stranger(self) -> ConfigurationError:
+    def _other_program(self) -> ConfigurationError:
         return ConfigurationError(
             message(
                 "Another program listens at the rendezvous.",
@@ -370,7 +370,7 @@ class _Host:
         self._here: dict[Connection, Statement] = {}
         self._selector = selectors.DefaultSelector()
         self._own_host = LOOPBACK
-        self._strangers: dict[str, None] = {}
+        self._refused: dict[str, None] = {}
         self._next_line = time.monotonic() + LINE_SECONDS
 
     def receive(self) -> list[Met]:
@@ -423,8 +423,8 @@ class _Host:
 
     def _look_at(self, guest: Guest) -> None:
         if guest.said is None:  # Any program may connect and send anything. The others are still awaited.
-            if guest.address not in self._strangers:
-                self._strangers[guest.address] = None
+            if guest.address not in self._refused:
+                self._refused[guest.address] = None
                 what = "At %s, a process at %s has another %s, and is not let in."
                 _log.warning(what, self._place.address, guest.address, self._place.shared)
             return
@@ -438,8 +438,8 @@ class _Host:
     def _remind(self, missing: list[int], is_certain: bool) -> None:
         now = time.monotonic()
         problem = f"{self._place.named(missing)} {'has' if len(missing) == 1 else 'have'} not come"
-        if self._strangers:
-            problem += f". A process at {next(iter(self._strangers))} has another {self._place.shared} ({self._place.setting})"
+        if self._refused:
+            problem += f". A process at {next(iter(self._refused))} has another {self._place.shared} ({self._place.setting})"
         if now > self._visit.deadline:
             raise given_up(self._place, self._visit.seconds, problem)
         if now > self._next_line:
@@ -456,9 +456,9 @@ class _Host:
 
     def _tell_all(self) -> list[Met]:
         statements = sorted([self._own, *self._here.values()], key=lambda each: each.number)
-        everybody = [Met(self._own_host if is_loopback(each.host) else each.host, each.told) for each in statements]
-        self._send("all", [asdict(each) for each in everybody])
-        return everybody
+        all_met = [Met(self._own_host if is_loopback(each.host) else each.host, each.told) for each in statements]
+        self._send("all", [asdict(each) for each in all_met])
+        return all_met
 
     def _tell_error(self, error: Exception) -> None:
         """Sends an error to all that are here. Late ones get it for some time, unless the time was over for all."""

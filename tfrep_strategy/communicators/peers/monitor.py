@@ -37,7 +37,7 @@ class PeerLostError(PeerError, tf.errors.UnavailableError):
         return PeerLostError, (self.message,)
 
 
-class Ended:
+class EndedRank:
     """A rank that has ended.
 
     Args:
@@ -66,7 +66,7 @@ class Ended:
         return f"Rank {self.rank} ended {time.monotonic() - self.when:.1f} seconds ago{self.how.rstrip('.')}."
 
 
-def lost(ended: Ended) -> PeerLostError:
+def peer_lost_error(ended: EndedRank) -> PeerLostError:
     """Makes the error of a process that needs a rank that has ended."""
     hint = f"look for the reason in the output of rank {ended.rank}"
     hint += "; the system may have killed it because memory ran out." if ended.lost else "."
@@ -126,7 +126,7 @@ def innermost(calls: Sequence[WatchedCall]) -> list[WatchedCall]:
     return list({call._thread: call for call in calls}.values())
 
 
-def missing(group: Sequence[int], ended: Sequence[Ended]) -> list[Ended]:
+def missing(group: Sequence[int], ended: Sequence[EndedRank]) -> list[EndedRank]:
     """Returns the ended ranks that a group needs, failed ones first.
 
     All ranks need every failed rank, and rank 0, which has the hub.
@@ -186,7 +186,7 @@ class PeerMonitor:
         watcher: Any = None,
     ) -> None:
         self.rank, self.size, self.checks_every_call = communicator.rank, communicator.size, checks_every_call
-        self.ended: list[Ended] = []
+        self.ended: list[EndedRank] = []
         self._desync: str | None = None
         self._hang: str | None = None
         self._connection, self._hub, self._abort, self._watcher = connection, hub, communicator.abort, watcher
@@ -312,7 +312,7 @@ class PeerMonitor:
         if self._hang:
             raise PeerError(self._hang)
         if ended := missing(group, self.ended):
-            raise lost(ended[0])
+            raise peer_lost_error(ended[0])
 
     def report(self, group: Sequence[int], call: Call) -> None:
         """Reports the next collective of this rank, and waits until the other ranks have reported the same.
@@ -433,7 +433,7 @@ class PeerMonitor:
             self._hear("ended", [(what[0], True, what[1])])
         elif kind == "ended":
             is_first = not any(each.failed for each in self.ended)
-            ended = [Ended(*each) for each in what[0]]
+            ended = [EndedRank(*each) for each in what[0]]
             self.ended += ended
             failed = [each for each in ended if each.failed]
             if failed and is_first and not self._closing:
@@ -500,7 +500,7 @@ class PeerMonitor:
         if self._hang:
             return PeerError(self._hang)
         if ended := missing(call.group, self.ended):
-            return lost(ended[0])
+            return peer_lost_error(ended[0])
         if waited < 0.9 * self._limit:
             return None
         return self._given_up(waited)

@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfrep_strategy.cluster.hardware import MOST_IN_MESSAGE, MOST_SHARING, SHARES_MEMORY, bytes_for, problem_of_sharing
-from tfrep_strategy.cluster.transports import no_common_memory
+from tfrep_strategy.cluster.transports import no_shared_memory
 from tfrep_strategy.communicators.base import Arrays, Communicator, HostCommunicator, SingleCommunicator
 from tfrep_strategy.communicators.order import structural_name
 from tfrep_strategy.communicators.peers.reports import Call, describe_difference, user_line
@@ -272,7 +272,7 @@ _MEETING_SECONDS = 15.0
 """The time limit for ranks that are all there to meet. They never do if they do not share the names of sockets."""
 
 
-def over_common_memory(connected: Communicator, environment: Any, *, has_gpu: bool) -> Communicator:
+def over_shared_memory(connected: Communicator, environment: Any, *, has_gpu: bool) -> Communicator:
     """Moves all ranks to shared memory, or none. Every rank must call it.
 
     Each rank tells the others whether it can share memory. If all can, they try to meet, and then compare whether they succeeded.
@@ -303,5 +303,5 @@ def over_common_memory(connected: Communicator, environment: Any, *, has_gpu: bo
         made.close()
     if environment.rank == 0:
         rank, problem = next((rank, problem) for rank, problem in enumerate(problems) if problem)
-        warn(no_common_memory(f"on rank {rank}, {problem}", connected.name))
+        warn(no_shared_memory(f"on rank {rank}, {problem}", connected.name))
     return connected
