@@ -18,7 +18,7 @@ from raising import refuses
 
 import tfrep_strategy as tfrep
 from tfrep_strategy.errors import ConfigurationError
-from tfrep_strategy.keras_integration.synchronous.callbacks import Given, LoneCallback, find_lone
+from tfrep_strategy.keras_integration.synchronous.callbacks import Given, LocalCallback, find_local
 
 pytestmark = pytest.mark.lane("callbacks")
 
@@ -188,11 +188,11 @@ def test_a_callback_of_some_ranks_that_sets_the_learning_rate() -> None:
     strategy = tfrep.MultiWorkerStrategy()
     with strategy.scope():
         model = _model()
-    lone = LoneCallback(_SetsTheRate(), strategy)
-    lone.set_model(model)
-    lone.on_epoch_end(0)
+    local = LocalCallback(_SetsTheRate(), strategy)
+    local.set_model(model)
+    local.on_epoch_end(0)
     with refuses(told=["_SetsTheRate"], hint="give it", learning_rate=0.5):
-        lone.on_epoch_end(1)
+        local.on_epoch_end(1)
 
 
 class _Changes(keras.callbacks.Callback):
@@ -227,13 +227,13 @@ def test_a_callback_of_some_ranks_that_changes_the_model() -> None:
         model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
     _fit(model, [])
     for change, name in ((_halve, "kernel"), (_forget, "momentum")):
-        lone = LoneCallback(_Changes(change), strategy)
-        lone.set_model(model)
+        local = LocalCallback(_Changes(change), strategy)
+        local.set_model(model)
         with refuses(told=["_Changes", name], hint="give", variables=...):
-            lone.on_epoch_end(1)
-    lone = LoneCallback(_Changes(_swap_and_swap_back), strategy)
-    lone.set_model(model)
-    lone.on_epoch_end(1)
+            local.on_epoch_end(1)
+    local = LocalCallback(_Changes(_swap_and_swap_back), strategy)
+    local.set_model(model)
+    local.on_epoch_end(1)
 
 
 def _evaluating(strategy: Any) -> tuple[list[float], list[float]]:
@@ -351,20 +351,20 @@ def test_callbacks_in_a_loop_of_ones_own(is_fitted: bool, worker_pool: Any) -> N
 
 
 @pytest.mark.lane("quick")
-def test_find_lone() -> None:
+def test_find_local() -> None:
     one, two = Given("a.One", False), Given("a.Two", True)
-    assert find_lone([[one, two], [two, one]]) == {}
-    assert find_lone([[one, one, two], [two, one]]) == {one: [0]}
+    assert find_local([[one, two], [two, one]]) == {}
+    assert find_local([[one, one, two], [two, one]]) == {one: [0]}
     tracker = Given("wandb.Logger", False, tracks=True)
-    assert find_lone([[one, tracker], [one, tracker]]) == {tracker: [0, 1]}
-    assert find_lone([[one, tracker]]) == {}
+    assert find_local([[one, tracker], [one, tracker]]) == {tracker: [0, 1]}
+    assert find_local([[one, tracker]]) == {}
     with refuses(told=["Two"], ranks_with_it=[1]):
-        find_lone([[one], [one, two]])
-    # Of several of one class those are lone that some rank does not have. Settings alone tell no difference.
+        find_local([[one], [one, two]])
+    # Of several of one class those are local that some rank does not have. Settings alone tell no difference.
     prints, saves, saves_too = (Given("a.One", False, settings=each) for each in ("print", "to file 0", "to file 1"))
-    assert find_lone([[one, prints], [one]]) == {prints: [0]}
-    assert find_lone([[one, saves], [one, saves_too]]) == {}
-    assert find_lone([[prints, saves], [saves_too]]) == {prints: [0], saves: [0], saves_too: [0]}
+    assert find_local([[one, prints], [one]]) == {prints: [0]}
+    assert find_local([[one, saves], [one, saves_too]]) == {}
+    assert find_local([[prints, saves], [saves_too]]) == {prints: [0], saves: [0], saves_too: [0]}
 
 
 class _Touched:

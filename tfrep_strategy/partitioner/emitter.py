@@ -190,7 +190,7 @@ class Emitter:
         self._last = max((node.level for node in nodes), default=0)
         self._collectives = _by_level(node for node in _in_order_of_values(nodes) if isinstance(node, Collective))
         plain = [node for node in nodes if isinstance(node, Node) and not node.talks]
-        self._together = _by_level(_Together(node, compiled) for node in nodes if isinstance(node, Node) and node.talks)
+        self._together = _by_level(_ControlFlow(node, compiled) for node in nodes if isinstance(node, Node) and node.talks)
         free = _free(plain, program.arguments[:4])  # All programs begin with the four arguments for rows.
         self._segments = self._cut([node for node in plain if not node.once], free, nodes, compiled)
         self._once = self._cut([node for node in plain if node.once], free, nodes, False)
@@ -283,7 +283,7 @@ class Emitter:
                     note(tensor, results)
 
 
-class _Together:
+class _ControlFlow:
     """A loop or branches with collectives: the replicas of a process run each round, or one branch, together.
 
     Args:

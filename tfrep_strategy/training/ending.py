@@ -15,14 +15,14 @@ _MOST_GROWTH = 4
 """The largest growth of the pause between two looks: the first rounds of a loop are slow."""
 
 
-class _Look(NamedTuple):
+class _Status(NamedTuple):
     """The message of a rank; rank 0's `rounds` is the number of rounds until the next look."""
 
     is_asked: bool
     rounds: int
 
 
-class _Looks:
+class _Poller:
     """Counts the calls between two looks. Their number is equal on all ranks."""
 
     def __init__(self) -> None:
@@ -36,14 +36,14 @@ class _Looks:
         now = time.monotonic()
         own = int(self._rounds * _SECONDS / max(now - self._last, 1e-6))
         own = max(1, min(own, _MOST_GROWTH * self._rounds))
-        looks = process_communicator().all_gather_object(_Look(is_asked_to_end(), own))
-        self._rounds = looks[0].rounds
+        statuses = process_communicator().all_gather_object(_Status(is_asked_to_end(), own))
+        self._rounds = statuses[0].rounds
         self._left, self._last = self._rounds - 1, now
-        self.is_ending = self.is_ending or any(look.is_asked for look in looks)
+        self.is_ending = self.is_ending or any(status.is_asked for status in statuses)
         return self.is_ending
 
 
-_looks: _Looks | None = None
+_poller: _Poller | None = None
 
 
 def is_ending() -> bool:
@@ -65,9 +65,9 @@ def is_ending() -> bool:
         ...         print("saves, and ends")
         ...         break
     """
-    global _looks
+    global _poller
     check_no_step("is_ending")
-    if _looks is None:
+    if _poller is None:
         keep_requests()
-        _looks = _Looks()
-    return _looks.ask()
+        _poller = _Poller()
+    return _poller.ask()

@@ -76,23 +76,23 @@ class Result:
         self.state = [tf.convert_to_tensor(variable.value) for variable in metric.variables]
 
 
-Told = dict[int, tuple[tf.Tensor, Result | None, int]]
+RecordedResults = dict[int, tuple[tf.Tensor, Result | None, int]]
 """The numbers that metrics have returned, by their ids: each with its `Result` and its place in the result.
 
 Numbers that need no further work have no `Result`.
 """
 
-told: Setting[Told | None] = Setting(None)
+recorded: Setting[RecordedResults | None] = Setting(None)
 """The results that metrics have returned to the step that this thread traces; None if they are not recorded."""
 
 
 @contextlib.contextmanager
-def noted_results(metrics: Iterable[Any]) -> Iterator[Told]:
+def recording_results(metrics: Iterable[Any]) -> Iterator[RecordedResults]:
     """Records the results of metrics in the step that this thread traces, until the block ends."""
     for metric in metrics:
         KerasDriver.metric_result.install_in(type(metric))
-    noted: Told = {}
-    with told.to(noted):
+    noted: RecordedResults = {}
+    with recorded.to(noted):
         yield noted
 
 
@@ -101,14 +101,14 @@ class MetricResults(KerasDriver):
 
     def metric_result(self, original: Any, metric: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Records the tensors that are results of a metric. Results of metrics inside it are not recorded."""
-        noted = told.value
-        with told.to(None):
+        noted = recorded.value
+        with recorded.to(None):
             value = original(metric, *args, **kwargs)
             if noted is not None:
                 value = self.noted(noted, metric, value)
         return value
 
-    def noted(self, noted: Told, metric: Any, value: Any) -> Any:
+    def noted(self, noted: RecordedResults, metric: Any, value: Any) -> Any:
         """Records the result of a metric, and returns the value for the step."""
         result = Result(metric)
         for index, tensor in enumerate(tf.nest.flatten(value)):
@@ -391,11 +391,11 @@ class StepFunction:
             # The batch must be read before anything is counted, since the data may have ended.
             leaves = tf.nest.flatten(batch, expand_composites=True)
             with tf.control_dependencies([leaf for leaf in leaves if tf.is_tensor(leaf)]):
-                with noted_results(self.model.metrics) as told:
+                with recording_results(self.model.metrics) as results:
                     logs = self._step_function(batch)
                 if isinstance(logs, dict):
                     logs = _flat_logs(logs)
-                    self._own_logs = {name for name, value in logs.items() if id(value) not in told}
+                    self._own_logs = {name for name, value in logs.items() if id(value) not in results}
                 return logs
 
         return run_on_worker(self.strategy, step, batch, "auto")

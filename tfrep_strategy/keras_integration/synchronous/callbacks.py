@@ -82,7 +82,7 @@ def _described(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str)) else type(value).__qualname__
 
 
-def find_lone(ranks: Sequence[Sequence[Given]]) -> dict[Given, list[int]]:
+def find_local(ranks: Sequence[Sequence[Given]]) -> dict[Given, list[int]]:
     """Finds callbacks that a process runs alone: not every process has them, or one report of theirs is enough.
 
     Args:
@@ -116,7 +116,7 @@ def find_lone(ranks: Sequence[Sequence[Given]]) -> dict[Given, list[int]]:
     return found
 
 
-class LoneCallback(keras.callbacks.Callback):
+class LocalCallback(keras.callbacks.Callback):
     """Runs a callback of this process without the other ranks, which do not run it.
 
     Its random numbers from Python, NumPy and TensorFlow do not affect those of the ranks, so that all ranks keep drawing alike. It
@@ -204,7 +204,7 @@ def _own_random_numbers() -> Iterator[None]:
 
 
 for _hook in [name for name in dir(keras.callbacks.Callback) if name.startswith("on_")]:
-    setattr(LoneCallback, _hook, _forwarding(_hook))
+    setattr(LocalCallback, _hook, _forwarding(_hook))
 
 
 _DESTINATIONS: dict[type, Callable[[Any], str]] = {
@@ -229,12 +229,12 @@ _told: Any = weakref.WeakKeyDictionary()
 """For callbacks that write into temporary folders: the attribute, its former value, and a function that removes the folder."""
 
 
-def _destination(callback: Any, is_lone: bool) -> str | None:
-    if is_lone and isinstance(callback, keras.callbacks.ModelCheckpoint):
+def _destination(callback: Any, is_local: bool) -> str | None:
+    if is_local and isinstance(callback, keras.callbacks.ModelCheckpoint):
         return os.path.abspath(callback.filepath)
-    if is_lone and isinstance(callback, ORBAX):
+    if is_local and isinstance(callback, ORBAX):
         return os.path.abspath(callback.directory)
-    if is_lone and Given.of(callback).tracks:
+    if is_local and Given.of(callback).tracks:
         return Given.of(callback).kind
     return next((where(callback) for kind, where in _DESTINATIONS.items() if isinstance(callback, kind)), None)
 
@@ -346,15 +346,15 @@ class _Agreement(NamedTuple):
     Attributes:
         look_at_batches: The phases in which a callback looks at single batches.
         may_stop_alone: The phases in which a callback may stop for reasons that other processes do not have.
-        some_are_lone: Whether a process has a callback that it runs alone.
-        own_is_lone: Whether this process has one.
+        some_are_local: Whether a process has a callback that it runs alone.
+        own_is_local: Whether this process has one.
         elsewhere: The callbacks of this process that write into temporary folders.
     """
 
     look_at_batches: frozenset[str]
     may_stop_alone: frozenset[str]
-    some_are_lone: bool
-    own_is_lone: bool
+    some_are_local: bool
+    own_is_local: bool
     elsewhere: tuple[Any, ...]
 
 
@@ -367,25 +367,25 @@ def _agreed(strategy: KerasStrategy, callbacks: list[Any]) -> tuple[_Agreement, 
         _write_where_told(callback)
     given = list(map(Given.of, callbacks))
     ranks = strategy.extended.all_gather_object((look_at_batches, may_stop_alone, given, any(map(_saves_alone, callbacks))))
-    lone = find_lone([given for _, _, given, _ in ranks])
+    local = find_local([given for _, _, given, _ in ranks])
     look_at_batches, may_stop_alone = (frozenset().union(*(said[i] for said in ranks)) for i in (0, 1))
-    are_lone = [each in lone for each in given]
-    destinations = list(map(_destination, callbacks, are_lone))
+    are_local = [each in local for each in given]
+    destinations = list(map(_destination, callbacks, are_local))
     firsts = strategy.extended.first_with(destinations)
     run = []
-    for callback, is_lone, destination, first in zip(callbacks, are_lone, destinations, firsts, strict=True):
+    for callback, is_local, destination, first in zip(callbacks, are_local, destinations, firsts, strict=True):
         if first or destination is None:
-            run.append((callback, is_lone or _saves_alone(callback)))
-        elif not is_lone and _writes_more(callback):
+            run.append((callback, is_local or _saves_alone(callback)))
+        elif not is_local and _writes_more(callback):
             run.append((_writing_elsewhere(callback), False))
-    in_step = [LoneCallback(callback, strategy) if is_lone else callback for callback, is_lone in run]
-    some_are_lone = bool(lone) or any(saves_alone for *_, saves_alone in ranks)
-    own_is_lone, elsewhere = any(is_lone for _, is_lone in run), tuple(each for each, _ in run if each in _told)
-    agreement = _Agreement(look_at_batches, may_stop_alone, some_are_lone, own_is_lone, elsewhere)
+    in_step = [LocalCallback(callback, strategy) if is_local else callback for callback, is_local in run]
+    some_are_local = bool(local) or any(saves_alone for *_, saves_alone in ranks)
+    own_is_local, elsewhere = any(is_local for _, is_local in run), tuple(each for each, _ in run if each in _told)
+    agreement = _Agreement(look_at_batches, may_stop_alone, some_are_local, own_is_local, elsewhere)
     return agreement, [*beginning_whole(callback for callback, _ in run), *in_step]
 
 
-class _Together(keras.callbacks.Callback):
+class _AllProcessCallback(keras.callbacks.Callback):
     """A callback at one end of the list, which acts on all processes together.
 
     Args:
@@ -413,7 +413,7 @@ class _Together(keras.callbacks.Callback):
         """Acts at the end of each batch."""
 
 
-class _Before(_Together):
+class _Before(_AllProcessCallback):
     """Makes the logs and state that other callbacks see those of the whole batch, over all replicas.
 
     Args:
@@ -434,21 +434,21 @@ class _Before(_Together):
                 of_all = pythonify_logs(logs_of_all(self.model, phase, dict(logs)))
                 logs.clear()
                 logs.update(of_all)
-            self._prepare_for_lone()
+            self._prepare_for_local()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._strategy.extended.merge_replica_state()
-        self._prepare_for_lone()
+        self._prepare_for_local()
 
-    def _prepare_for_lone(self) -> None:
+    def _prepare_for_local(self) -> None:
         """Makes state that is spread over the processes readable on each, if a process runs a callback alone."""
-        if self._agreement.some_are_lone:
+        if self._agreement.some_are_local:
             self._strategy.extended.synchronize_new_variables()
             self._strategy.extended.merge_replica_state()
-            self._strategy.extended.collect_parts(reads=self._agreement.own_is_lone)
+            self._strategy.extended.collect_parts(reads=self._agreement.own_is_local)
 
 
-class _After(_Together):
+class _After(_AllProcessCallback):
     """Ends a phase on all processes if one wants to, and training when all have finished."""
 
     def _end_batch(self, phase: str, logs: Any) -> None:

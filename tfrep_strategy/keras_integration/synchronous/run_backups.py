@@ -241,7 +241,7 @@ def _say(strategy: KerasStrategy, text: str) -> None:
         print(f"tfrep: {text}", file=sys.stderr, flush=True)
 
 
-class _Look(NamedTuple):
+class _Status(NamedTuple):
     """A rank's message to the others.
 
     Attributes:
@@ -414,7 +414,7 @@ class RunBackup(keras.callbacks.Callback):
         """Asks all ranks whether one was asked to end, and rank 0 whether a backup is due."""
         if self._pace is None:
             return
-        own = _Look(is_asked_to_end(), self._pace.is_due(), self._pace.steps_until_next(self._steps_done))
+        own = _Status(is_asked_to_end(), self._pace.is_due(), self._pace.steps_until_next(self._steps_done))
         looks = self._strategy.extended.all_gather_object(own)
         self._steps_done, self._steps_wanted = 0, looks[0].steps
         ends = any(look.is_asked_to_end for look in looks)

@@ -103,7 +103,7 @@ def exchange_rows(flow: Flow, tensor: tf.Tensor, splits: tf.Tensor) -> tuple[tf.
     return tf.reshape(strings, tf.concat([[-1], tf.shape(tensor)[1:]], 0)), received
 
 
-class Call(NamedTuple):
+class CollectiveCall(NamedTuple):
     """A collective as one replica calls it; all replicas must call the same.
 
     Attributes:
@@ -123,11 +123,11 @@ class Call(NamedTuple):
         return f"{self.kind}({self.structure}{options})"
 
 
-def describe(kind: str, options: dict[str, Any], nest: Any, tensors: Sequence[tf.Tensor]) -> Call:
+def describe(kind: str, options: dict[str, Any], nest: Any, tensors: Sequence[tf.Tensor]) -> CollectiveCall:
     """Describes the collective that a replica is about to call."""
     leaves = [_Leaf(f"{t.dtype.name}{t.shape.as_list()}") for t in tensors]
     specs = tuple(tf.TensorSpec(t.shape, t.dtype) for t in tensors)
-    return Call(kind, tuple(options.items()), str(tf.nest.pack_sequence_as(nest, leaves)), specs)
+    return CollectiveCall(kind, tuple(options.items()), str(tf.nest.pack_sequence_as(nest, leaves)), specs)
 
 
 class _Leaf(str):
@@ -161,7 +161,7 @@ def to_tensor(kind: str, leaf: Any) -> tf.Tensor:
     return tensor
 
 
-def check_equal(calls: Sequence[tuple[int, Call]]) -> list[int]:
+def check_equal(calls: Sequence[tuple[int, CollectiveCall]]) -> list[int]:
     """Refuses replicas that call different collectives, or pass nests that do not match.
 
     Args:
@@ -189,14 +189,16 @@ def check_equal(calls: Sequence[tuple[int, Call]]) -> list[int]:
     return [replica for replica, _ in calls] if None in sizes and len(calls) > 1 else []
 
 
-def check_shapes(call: Call, tensors: Sequence[tf.Tensor], replicas: Sequence[int], communicator: Communicator) -> list[tf.Tensor]:
+def check_shapes(
+    call: CollectiveCall, tensors: Sequence[tf.Tensor], replicas: Sequence[int], communicator: Communicator
+) -> list[tf.Tensor]:
     """Returns the tensors; using them raises an error with all shapes if the shapes of the replicas do not match."""
     own = tf.stack([size for t in tensors for size in _fixed_sizes(call, tf.unstack(tf.shape(t), t.shape.rank))])
     what = f"{call.kind}: the replicas pass tensors of different shapes. The dimensions that must be equal are,"
     return _if_equal(tensors, communicator.all_gather(own[tf.newaxis]), replicas, what)
 
 
-def check_structures(call: Call, tensors: Sequence[tf.Tensor], replicas: Sequence[int], flow: Flow) -> list[tf.Tensor]:
+def check_structures(call: CollectiveCall, tensors: Sequence[tf.Tensor], replicas: Sequence[int], flow: Flow) -> list[tf.Tensor]:
     """Returns the tensors; using them raises an error if the replicas pass different nests. Costs one small reduction."""
     own = _skeleton(call.structure)
     digest = zlib.crc32(own.encode()) % 2**31
@@ -209,7 +211,7 @@ def check_structures(call: Call, tensors: Sequence[tf.Tensor], replicas: Sequenc
     return _if_equal(tensors, everyone, replicas, f"{call.kind}: the replicas pass different nests,")
 
 
-def has_names(call: Call) -> bool:
+def has_names(call: CollectiveCall) -> bool:
     """Returns whether the nest has dict keys or tuple fields, which may differ even if the tensors match."""
     return any(sign in _skeleton(call.structure) for sign in "{=")
 
@@ -223,14 +225,14 @@ def _if_equal(tensors: Sequence[tf.Tensor], everyone: tf.Tensor, replicas: Seque
         return [tf.identity(t) for t in tensors]
 
 
-def _fit(call: Call, a: tf.TensorSpec, b: tf.TensorSpec) -> bool:
+def _fit(call: CollectiveCall, a: tf.TensorSpec, b: tf.TensorSpec) -> bool:
     if a.shape.rank != b.shape.rank or a.dtype != b.dtype:
         return False
     pairs = zip(*(_fixed_sizes(call, spec.shape.as_list()) for spec in (a, b)), strict=True)
     return all(None in (m, n) or m == n for m, n in pairs)
 
 
-def _fixed_sizes(call: Call, sizes: list[Any]) -> list[Any]:
+def _fixed_sizes(call: CollectiveCall, sizes: list[Any]) -> list[Any]:
     """Leaves out the dimension that may differ between replicas."""
     options = dict(call.options)
     free = 0 if call.kind == "all_to_all" else None
