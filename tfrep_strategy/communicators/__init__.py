@@ -128,13 +128,13 @@ def _made_by(factory: Callable[[Any], Any], name: str, environment: Any) -> Comm
 
 def _check_place(communicator: Communicator, environment: Any) -> None:
     """Refuses a communicator that connects other processes than the environment's: each process would train alone."""
-    told, found = (environment.rank, environment.size), (communicator.rank, communicator.size)
-    if environment.size == 1 or told == found:
+    expected, found = (environment.rank, environment.size), (communicator.rank, communicator.size)
+    if environment.size == 1 or expected == found:
         return
     by_address = "set MASTER_ADDR and MASTER_PORT to where rank 0 can listen, so that the ranks connect without MPI; or "
     raise ConfigurationError(
         message(
-            f"According to {environment.name} this process is rank {told[0]} of {told[1]},"
+            f"According to {environment.name} this process is rank {expected[0]} of {expected[1]},"
             f" but its communicator says rank {found[0]} of {found[1]}.",
             hint=f"{by_address if isinstance(environment, MpiEnvironment) else ''}use a launcher that the communicator supports:"
             " Horovod supports horovodrun and `tfrep run`. It supports mpirun and srun only if it was built with MPI"
@@ -148,12 +148,12 @@ def _check_place(communicator: Communicator, environment: Any) -> None:
 
 def _check_versions(communicator: Communicator) -> None:
     """Refuses ranks that have different versions of this package, of TensorFlow or of Keras. All ranks must call it."""
-    told = communicator.all_gather_object(versions())
-    for rank, own in enumerate(told):
-        if name := differing(told[0], own):
+    all_versions = communicator.all_gather_object(versions())
+    for rank, own in enumerate(all_versions):
+        if name := differing(all_versions[0], own):
             raise ConfigurationError(
                 message(
-                    f"Rank {rank} has {name} {own.get(name)}, and rank 0 has {told[0][name]}.",
+                    f"Rank {rank} has {name} {own.get(name)}, and rank 0 has {all_versions[0][name]}.",
                     hint="install the same versions everywhere.",
                     code="TFREP-E003",
                     communicator=communicator.name,

@@ -307,12 +307,12 @@ class Communicator(abc.ABC):
         """
         data = cloudpickle.dumps(value)
         digest = np.frombuffer(hashlib.blake2b(data, digest_size=16).digest(), np.int64)
-        told = self.all_gather_equal(tf.constant([[len(data), *digest]], tf.int64)).numpy()
-        if (told == told[0]).all():
+        headers = self.all_gather_equal(tf.constant([[len(data), *digest]], tf.int64)).numpy()
+        if (headers == headers[0]).all():
             return [pickle.loads(data) for _ in range(self.size)]
-        words = [-(-size // _WORD) for size in told[:, 0].tolist()]
+        words = [-(-size // _WORD) for size in headers[:, 0].tolist()]
         parts = np.split(self._gather_words(_to_words(data), words).numpy(), np.cumsum(words)[:-1])
-        return [pickle.loads(part.tobytes()[:size]) for part, size in zip(parts, told[:, 0].tolist(), strict=True)]
+        return [pickle.loads(part.tobytes()[:size]) for part, size in zip(parts, headers[:, 0].tolist(), strict=True)]
 
     def _gather_words(self, words: tf.Tensor, counts: Sequence[int]) -> tf.Tensor:
         """Does the same as `all_gather` for an int32 vector, if each rank knows the length of each vector."""

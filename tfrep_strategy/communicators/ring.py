@@ -163,8 +163,8 @@ class RingCommunicator(Communicator):
         """
         sizes = sizes_of(tensors)
         summary = _instance_key(".".join([kind, *(tensor.dtype.name for tensor in tensors)]), sizes)
-        told, count = sizes[:_TOLD_SIZES], tf.minimum(tf.size(sizes), _TOLD_SIZES)
-        own = tf.concat([[summary, count], told, tf.zeros([_TOLD_SIZES - count], tf.int32)], 0)
+        own_sizes, count = sizes[:_TOLD_SIZES], tf.minimum(tf.size(sizes), _TOLD_SIZES)
+        own = tf.concat([[summary, count], own_sizes, tf.zeros([_TOLD_SIZES - count], tf.int32)], 0)
         # All of these have one place and one shape, so members in different collectives still meet in it. Gathers stay in order.
         each = tf.reshape(self._run(tf.raw_ops.CollectiveGatherV2, "all_gather", own, [own], place="agree"), [self.size, -1])
         words: list[Any] = [f"{kind}: the replicas pass tensors of different shapes. Number of dimensions and sizes"]
@@ -231,8 +231,8 @@ class RingCommunicator(Communicator):
         rank = min(tensor.shape.rank, _TOLD_DIMENSIONS)
         kind = [tensor.dtype.as_datatype_enum, tensor.shape.rank]
         own = tf.concat([kind, tf.shape(tensor)[:rank], [0] * (_TOLD_DIMENSIONS - rank), tf.cast(more, tf.int32)], 0)
-        told = tf.reshape(self._gather(own), [self.size, -1])
-        shapes = told[:, : 2 + _TOLD_DIMENSIONS]
+        gathered = tf.reshape(self._gather(own), [self.size, -1])
+        shapes = gathered[:, : 2 + _TOLD_DIMENSIONS]
         fits = tf.reduce_all(tf.equal(shapes[:, :2], shapes[0, :2])) & tf.reduce_all(tf.equal(shapes[:, 3:], shapes[0, 3:]))
 
         def refuse() -> tf.Tensor:
@@ -240,12 +240,12 @@ class RingCommunicator(Communicator):
                 names = tf.constant([f"number {i}" if i in (0, *range(24, 64)) else tf.as_dtype(i).name for i in range(64)])
                 words: list[Any] = [f"{method}: the ranks pass tensors whose dtypes differ, or shapes beside the first dimension:"]
                 for member in range(self.size):
-                    words += [f"\nrank {member}:", names[told[member, 0]], told[member, 2 : 2 + told[member, 1]]]
+                    words += [f"\nrank {member}:", names[gathered[member, 0]], gathered[member, 2 : 2 + gathered[member, 1]]]
                 with tf.control_dependencies([tf.debugging.Assert(False, words, summarize=_TOLD_DIMENSIONS)]):
                     return tf.constant(False)
 
         with tf.control_dependencies([tf.cond(fits, lambda: tf.constant(True), refuse)]):
-            return tf.identity(told[:, 2:])
+            return tf.identity(gathered[:, 2:])
 
     def all_to_all(self, tensor: tf.Tensor, splits: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         tensor = tf.convert_to_tensor(tensor)
@@ -297,8 +297,8 @@ class RingCommunicator(Communicator):
             place, sizes = self._group_name + place if place else self._place(self._group_name + kind), sizes_of(brought)
             # Eager calls of one kind share a place, so the key also has the dtypes of the caller's tensors: several dtypes
             # travel as int32, and seven scalars of one dtype are not six and one of another. It also has the kind of transport.
-            told = ".".join([place, operation.__name__, *(each.dtype.name for each in (tensor, *brought))])
-            instance_key = _instance_key(told, sizes_of([tensor, *brought]))
+            name = ".".join([place, operation.__name__, *(each.dtype.name for each in (tensor, *brought))])
+            instance_key = _instance_key(name, sizes_of([tensor, *brought]))
             position = self.position
             entered = position.enter(kind, place, brought, sizes) if position is not None else None
             after = [] if entered is None else list(entered[:1])

@@ -63,11 +63,11 @@ class Agreement:
         """
         if self.size == 1:
             return own, has_batch, alike, open_sizes
-        told = self._gather(tf.concat([[tf.where(has_batch, own, -1), tf.cast(alike, tf.int64)], open_sizes], 0))
-        there = told[:, 0] >= 0
+        gathered = self._gather(tf.concat([[tf.where(has_batch, own, -1), tf.cast(alike, tf.int64)], open_sizes], 0))
+        there = gathered[:, 0] >= 0
         goes_on = self._all_have(there, *_OF_RANKS) if self.stop_together else tf.reduce_any(there)
-        alike = tf.reduce_all(told[:, 1] > 0)
-        return tf.reduce_sum(tf.maximum(told[:, 0], 0)), goes_on, alike, tf.reduce_max(told[:, 2:], 0)
+        alike = tf.reduce_all(gathered[:, 1] > 0)
+        return tf.reduce_sum(tf.maximum(gathered[:, 0], 0)), goes_on, alike, tf.reduce_max(gathered[:, 2:], 0)
 
     def all_read(self, has_batch: tf.Tensor, own: tf.Tensor) -> tf.Tensor:
         """Returns whether all processes have read the next batch, if each of them reads all data.

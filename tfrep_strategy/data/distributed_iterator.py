@@ -182,8 +182,8 @@ class ReplicaIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
         specs = [optional.element_spec for optional, _ in optionals]
         own = [tf.where(has, num_examples(part), 0) for has, part in zip(there, elements, strict=True)]
         sizes = list(map(batches.open_sizes, specs, elements))
-        told = tf.add_n(own), all_alike(elements), tf.reduce_max(sizes, 0)
-        total, goes_on, alike, others = agreement.next_step(agreement.has_step(there), *told)
+        summary = tf.add_n(own), all_alike(elements), tf.reduce_max(sizes, 0)
+        total, goes_on, alike, others = agreement.next_step(agreement.has_step(there), *summary)
         if batches.has_open_sizes(specs):
             keeps = not self._reading.as_shards  # For Keras, the processes' batches form one batch, as long as the longest.
             sizes = [tf.where(keeps & has, own, others) for has, own in zip(there, sizes, strict=True)]

@@ -440,8 +440,8 @@ class _Cutter:
             own = limits(number)
             # Each batch needs a row, even if the part has none and the row is unused: the data must end with the batches.
             start = tf.minimum(own[0], number - 1)
-            told = tf.concat([[number], own - own[0]], 0)
-            return tf.data.Dataset.zip((rows.skip(start).take(tf.maximum(own[-1] - start, 1)), _always(told)))
+            number_and_limits = tf.concat([[number], own - own[0]], 0)
+            return tf.data.Dataset.zip((rows.skip(start).take(tf.maximum(own[-1] - start, 1)), _always(number_and_limits)))
 
         # Uses the size of the own part of a full batch. Only the last batch may be shorter, so every batch is complete.
         start, stop = bounds(size, total, first)[0], bounds(size, total, first + count - 1)[1]
@@ -452,11 +452,11 @@ class _Cutter:
         whole = rows.batch(max(stop - start, 1), drop_remainder=drops)
 
         @tf.autograph.experimental.do_not_convert
-        def parts(batch: Any, told: tf.Tensor) -> Shards:
+        def parts(batch: Any, number_and_limits: tf.Tensor) -> Shards:
             if drops and count == 1:
                 part = take_rows(batch, 0, stop - start)  # Has a known size.
-                return Shards((part,), told[0, 0], tf.constant(True))
-            number, *own = tf.unstack(told[0], count + 2)
+                return Shards((part,), number_and_limits[0, 0], tf.constant(True))
+            number, *own = tf.unstack(number_and_limits[0], count + 2)
             return Shards(tuple(take_rows(batch, *pair) for pair in itertools.pairwise(own)), number, tf.constant(True))
 
         return whole.map(parts, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)

@@ -25,7 +25,7 @@ def compiled_between_collectives(step_function: Callable[[Any], Any]) -> Callabl
 
     Operations that XLA has no kernel for run without XLA, and a warning names them, once for each wrapped step.
     """
-    told: set[str] = set()
+    reported: set[str] = set()
 
     def step(batch: Any) -> Any:
         if tf.executing_eagerly():
@@ -34,9 +34,9 @@ def compiled_between_collectives(step_function: Callable[[Any], Any]) -> Callabl
         before = len(graph.get_operations())
         with _compiled_for_all_replicas(graph):
             result = step_function(batch)
-        beyond_xla = _without_kernel(graph.get_operations()[before:]) - told
+        beyond_xla = _without_kernel(graph.get_operations()[before:]) - reported
         if beyond_xla:
-            told.update(beyond_xla)
+            reported.update(beyond_xla)
             warn(
                 f"jit_compile=True: XLA cannot compile {', '.join(sorted(beyond_xla))}. These operations run without it, "
                 f"the others of the step are compiled.",

@@ -128,14 +128,14 @@ def lines(program: Program) -> list[tuple[str, str]]:
     """
     consists, computed, whose = [], [], ""  # A node without a line of the user was added for a node behind it.
     for text, wired, node in reversed(list(_lines(program))):
-        told, traced = _told(node), getattr(node, "traced", None)
+        text_of_node, traced = _described(node), getattr(node, "traced", None)
         if traced is not None:
             whose = line_of(traced)
-            told += f" at {whose}"
+            text_of_node += f" at {whose}"
         elif whose:
-            told += f", for {whose}"
-        consists.append((text, told))
-        computed.append((wired, f"{told}, of other inputs"))
+            text_of_node += f", for {whose}"
+        consists.append((text, text_of_node))
+        computed.append((wired, f"{text_of_node}, of other inputs"))
     return sorted(consists, key=lambda line: line[1]) + computed[::-1]
 
 
@@ -175,7 +175,7 @@ def _attributes(node: Any) -> str:
     return found.hexdigest()
 
 
-def _told(node: Any) -> str:
+def _described(node: Any) -> str:
     if node is None:
         return "the end of the step"
     if isinstance(node, Collective):
@@ -359,5 +359,5 @@ def _size(tensor: Any) -> str:
     if tensor.shape.rank is None:
         return "unknown size"
     known = [size for size in tensor.shape if size is not None]
-    told = f"{int(np.prod(known, dtype=np.int64)) * tensor.dtype.size} bytes"
-    return told if len(known) == tensor.shape.rank else f"{told} a row"
+    size = f"{int(np.prod(known, dtype=np.int64)) * tensor.dtype.size} bytes"
+    return size if len(known) == tensor.shape.rank else f"{size} a row"

@@ -207,14 +207,14 @@ def share_random_state(communicator: Communicator, digest: bytes = b"") -> list[
     own = hashlib.blake2b(pickle.dumps(states), digest_size=16).digest()
     drawn = random.SystemRandom().randrange(2**31).to_bytes(4, sys.byteorder)
     rows = communicator.all_gather_equal(tf.constant(np.frombuffer(own + drawn + digest, np.int32)[np.newaxis])).numpy()
-    told = [row.tobytes() for row in rows]
-    _drawn_seed = int.from_bytes(told[0][16:20], sys.byteorder)
-    if any(row[:16] != told[0][:16] for row in told):  # In the first call only: ranks that draw alike stay equal.
+    gathered = [row.tobytes() for row in rows]
+    _drawn_seed = int.from_bytes(gathered[0][16:20], sys.byteorder)
+    if any(row[:16] != gathered[0][:16] for row in gathered):  # In the first call only: ranks that draw alike stay equal.
         python_state, numpy_state, tensorflow_state = communicator.broadcast_object(states)
         random.setstate(python_state)
         np.random.set_state(numpy_state)
         set_random_state(*tensorflow_state)
-    return [row[20:] for row in told]
+    return [row[20:] for row in gathered]
 
 
 def check_order(dataset: tf.data.Dataset, communicator: Communicator) -> None:

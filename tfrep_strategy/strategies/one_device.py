@@ -331,8 +331,8 @@ class OneDeviceTrace:
     def describe(self) -> list[str]:
         """Describes how the step is partitioned, one finding a line."""
         whole = [f"{type_} ({line_of(operation)})" for type_, operation in self.without_rule.items()]
-        told = [f"Every replica computes for all rows, for want of a rule: {', '.join(whole)}."] if whole else []
-        return self.step.describe() + told
+        notes = [f"Every replica computes for all rows, for want of a rule: {', '.join(whole)}."] if whole else []
+        return self.step.describe() + notes
 
     @functools.cached_property
     def run_without_batch(self) -> Any:

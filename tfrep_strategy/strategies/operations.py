@@ -64,8 +64,8 @@ def _decided_together(choice: tf.Tensor, branches: Sequence[Any]) -> tf.Tensor:
 
 def _alike(extended: SynchronousExtended, choice: tf.Tensor) -> tf.Tensor:
     """Returns a choice whose use fails if another replica chose differently."""
-    told = extended.own_communicator().all_gather(tf.cast(choice, tf.int32)[tf.newaxis])
-    with tf.control_dependencies([tf.debugging.Assert(tf.reduce_all(told == told[0]), [_APART, told, _HINT])]):
+    choices = extended.own_communicator().all_gather(tf.cast(choice, tf.int32)[tf.newaxis])
+    with tf.control_dependencies([tf.debugging.Assert(tf.reduce_all(choices == choices[0]), [_APART, choices, _HINT])]):
         return tf.identity(choice)
 
 

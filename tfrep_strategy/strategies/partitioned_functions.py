@@ -235,7 +235,7 @@ class PartitionedFunction:
 
     def _note_call(self, extended: Any, given: _Arguments) -> None:
         """Reports a call to the other ranks, which must make it as well."""
-        extended.note_call(f"{self._name}({', '.join(map(_told, given.tensors))})")
+        extended.note_call(f"{self._name}({', '.join(map(_described, given.tensors))})")
 
     def describe(self) -> list[str]:
         """Describes how the function is partitioned, for each kind of arguments that it was called with."""
@@ -278,14 +278,14 @@ class _NotShared(NamedTuple):
     """Stands for a function that replicas do not share for one kind of arguments.
 
     Attributes:
-        told: The reason.
+        reason: The reason.
     """
 
-    told: list[str]
+    reason: list[str]
 
     def describe(self) -> list[str]:
         """Returns the reason."""
-        return self.told
+        return self.reason
 
 
 def strategy_here() -> Any:
@@ -377,17 +377,17 @@ class _Step:
         converted = converted_by_autograph(function)
         places = [_is_tensor(x) for x in tf.nest.flatten(given.nest)]
 
-        replicas, told = extended._num_replicas_in_sync, f"Ranks call {name} with other arguments:"
+        replicas, text = extended._num_replicas_in_sync, f"Ranks call {name} with other arguments:"
         read: list[Any] = []
 
         def check_read(tensors: Sequence[tf.Tensor]) -> None:
             if has_ranks:
-                _refuse_others(_checksums(tensors), ["a batch of data that it reads"] * len(tensors), replicas, told)
+                _refuse_others(_checksums(tensors), ["a batch of data that it reads"] * len(tensors), replicas, text)
 
         def traced(batch: Sequence[Any]) -> Any:
             tensors, sums = batch
             if has_ranks:
-                _refuse_others(sums, [*names, "the function"], replicas, told)
+                _refuse_others(sums, [*names, "the function"], replicas, text)
             tensors = [SharedIterator(x) if isinstance(x, OwnedIterator) else x for x in tensors]
             there = iter(tensors)
             flat = [next(there) if is_tensor else x for x, is_tensor in zip(tf.nest.flatten(empty), places, strict=True)]
@@ -448,7 +448,7 @@ def _checksums(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
 
 def checksum(tensor: tf.Tensor) -> tf.Tensor:
     """Returns an int64 number that differs for other values, or the same in another order; 0 for data sets and iterators."""
-    if not _is_told(tensor):
+    if not _is_comparable(tensor):
         return tf.constant(0, tf.int64)
     if tensor.dtype == tf.string:
         bits = tf.strings.to_hash_bucket_fast(tensor, 2**62)
@@ -462,32 +462,32 @@ def checksum(tensor: tf.Tensor) -> tf.Tensor:
     return tf.reduce_sum(flat * (2 * tf.range(tf.size(flat, tf.int64)) + 1))
 
 
-def _told(given: Any) -> str:
+def _described(given: Any) -> str:
     """Returns the description of an argument that a call reports to the other ranks."""
     if not isinstance(given, tf.Tensor):
         return type(given).__name__
     return f"{given.dtype.name}[{', '.join(map(str, given.shape))}]"
 
 
-def _is_told(tensor: tf.Tensor) -> bool:
+def _is_comparable(tensor: tf.Tensor) -> bool:
     """Returns whether a tensor has a value that ranks can compare."""
     return tensor.dtype not in (tf.variant, tf.resource)
 
 
-def _refuse_others(sums: tf.Tensor, names: Sequence[str], replicas: int, told: str) -> None:
+def _refuse_others(sums: tf.Tensor, names: Sequence[str], replicas: int, text: str) -> None:
     """Makes a step fail on all ranks if their tensors differ. The comparison travels with the first gradients of the step.
 
     Args:
         sums: The checksum of each tensor.
         names: The name of each tensor.
         replicas: The number of replicas.
-        told: The text of the error.
+        text: The text of the error.
     """
     words = tf.cast(tf.bitcast(sums, tf.uint8), tf.float32)  # Sums of 65,536 bytes are exact.
     own = words + tf.cast(marks.replica(), tf.float32) * 0
     differs = tf.reduce_any(tf.not_equal(marks.addend(own), words * replicas), 1)
     named = tf.boolean_mask(tf.constant(list(names), tf.string, [len(names)]), differs)
-    tf.debugging.Assert(tf.logical_not(tf.reduce_any(differs)), [told, named])
+    tf.debugging.Assert(tf.logical_not(tf.reduce_any(differs)), [text, named])
 
 
 def _number_of_rows(tensors: Sequence[tf.Tensor]) -> int | None:

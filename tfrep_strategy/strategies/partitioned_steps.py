@@ -35,7 +35,7 @@ class PartitionedSteps:
         self._name = name
         self._traced: dict[Any, OneDeviceTrace | None] = {}
         """The step for each specification of a batch; None if it must be computed whole."""
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         """The types of operations that a warning has named."""
 
     def run(self, fn: Callable[[Any], Any], shards: Shards) -> Whole:
@@ -73,8 +73,8 @@ class PartitionedSteps:
     def _eagerly(self, fn: Callable[[Any], Any], shards: Shards) -> Any:
         """Runs a step as Python, once in each process, with all rows."""
         extended, batch = self._strategy.extended, self._whole(shards)
-        if "eager" not in self._told:
-            self._told.add("eager")
+        if "eager" not in self._reported:
+            self._reported.add("eager")
             warn("Steps run eagerly: each process computes the whole batch. That is right, but no faster than one device.")
         with _as_one_device(extended), one_replica(self._strategy):
             results = fn(batch)
@@ -210,9 +210,9 @@ class PartitionedSteps:
         new = [
             f"{type_} {operation.name!r}, {line_of(operation)}" + (f" ({ON_PURPOSE[type_]})" if type_ in ON_PURPOSE else "")
             for type_, operation in without_rule.items()
-            if type_ not in self._told
+            if type_ not in self._reported
         ]
-        self._told.update(without_rule)
+        self._reported.update(without_rule)
         if new:
             warn(
                 message(

@@ -344,8 +344,8 @@ class ProfileRequest:
         reports = [TraceReport(**json.loads(path.read_text("utf-8"))) for path in paths.values() if path.exists()]
         if not reports and not self._alive():
             raise PeerError(message("The run has ended while it was profiled.", hint="take fewer seconds.", run=str(self._folder)))
-        told = {report.who for report in reports}
-        reports += [TraceReport(who, problem="it has ended, or did not answer.") for who in self._pids if who not in told]
+        reported = {report.who for report in reports}
+        reports += [TraceReport(who, problem="it has ended, or did not answer.") for who in self._pids if who not in reported]
         return sorted(reports, key=lambda report: (len(report.who), report.who))
 
     def _alive(self) -> set[str]:

@@ -38,16 +38,16 @@ class Seat:
 
     Args:
         connection: From `Assembly.begin`, or from `Visit.enter`.
-        told: Called, in a thread, with the kind and the content of each message before it enters the inbox. "lost" comes last, also
-            when the other end has been silent for too long.
+        on_message: Called, in a thread, with the kind and the content of each message before it enters the inbox. "lost" comes
+            last, also when the other end has been silent for too long.
 
     Attributes:
         inbox: All messages, as (kind, content).
     """
 
-    def __init__(self, connection: Connection, told: Callable[[str, Any], None]) -> None:
+    def __init__(self, connection: Connection, on_message: Callable[[str, Any], None]) -> None:
         self.inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        self._connection, self._told = connection, told
+        self._connection, self._on_message = connection, on_message
         self._patience, self._sending, self._is_over = machine_silence(), threading.Lock(), threading.Event()
         set_patience(connection, 0)
         for target in (self._listen, self._give_signs):
@@ -66,11 +66,11 @@ class Seat:
         try:
             while (heard := self._next()) != _LOST:
                 if heard[0] != SIGN:
-                    self._told(*heard)
+                    self._on_message(*heard)
                     self.inbox.put(heard)
         finally:
             try:
-                self._told(*_LOST)
+                self._on_message(*_LOST)
             finally:
                 self.inbox.put(_LOST)  # A reader may wait for it without a limit.
                 self._is_over.set()

@@ -463,16 +463,16 @@ class _Host:
     def _tell_error(self, error: Exception) -> None:
         """Sends an error to all that are here. Late ones get it for some time, unless the time was over for all."""
         is_late = isinstance(error, PeerError)
-        deadline, told = time.monotonic() + (0 if is_late else _LINGER_SECONDS), set[int]()
+        deadline, informed = time.monotonic() + (0 if is_late else _LINGER_SECONDS), set[int]()
         content = {"text": str(error), "lost": is_late}
         while True:
-            told |= {each.number for each in self._here.values()}
+            informed |= {each.number for each in self._here.values()}
             self._send("error", content)
             for connection in self._here:
                 self._selector.unregister(connection)
                 connection.close()
             self._here.clear()
-            if told >= set(range(1, self._place.count)) or time.monotonic() > deadline:
+            if informed >= set(range(1, self._place.count)) or time.monotonic() > deadline:
                 return
             with contextlib.suppress(ConfigurationError):
                 self._serve()

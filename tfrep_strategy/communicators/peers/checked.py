@@ -86,12 +86,12 @@ class CheckedCommunicator(Communicator):
 
     def all_gather_object(self, value: Any) -> list[Any]:
         own = Call("all_gather_object", purpose(), (), user_line())
-        told = self._call(own.kind, own.option, [], lambda ts: self.inner.all_gather_object((own, value)))
-        calls = [call for call, _ in told]
+        gathered = self._call(own.kind, own.option, [], lambda ts: self.inner.all_gather_object((own, value)))
+        calls = [call for call, _ in gathered]
         if not all(call.fits(own) for call in calls):  # The gathered objects would belong to different calls.
             words = list(zip(self._group, map(str, calls), strict=True))
             raise DesyncError(describe_difference("Ranks called different collectives.", words))
-        return [value for _, value in told]
+        return [value for _, value in gathered]
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         option = f"root={root}, {purpose()}"

@@ -334,8 +334,8 @@ class PeerMonitor:
         def heard() -> bool:
             now = time.monotonic()
             left = any(each.failed or now - each.when > _LEFT_SECONDS for each in missing(group, self.ended))
-            told = key in self._agreed or key in self._refused or bool(self._desync or self._hang)
-            return told or left or now - began > self._limit or not self._thread.is_alive()
+            is_answered = key in self._agreed or key in self._refused or bool(self._desync or self._hang)
+            return is_answered or left or now - began > self._limit or not self._thread.is_alive()
 
         self._send(Report(group, number, call, True, self.checks_every_call))
         with self._news:

@@ -255,10 +255,10 @@ class Programs:
                 self._lines[name] = {}
                 self._tell((OF_RANK[1], name), sorted({first, rank}))
             return
-        told = self._lines[name]
-        told[rank] = what
-        if len(told) == 2:
-            self._tell(("desync", _difference(told)), None)
+        lines = self._lines[name]
+        lines[rank] = what
+        if len(lines) == 2:
+            self._tell(("desync", _difference(lines)), None)
 
     def forget(self, rank: int) -> None:
         """Forgets the programs of a rank that has ended, because it cannot send their lines."""
@@ -270,9 +270,9 @@ def _difference(of_ranks: dict[int, Lines]) -> str:
 
     def only(lines: Lines, others: Lines) -> str:
         more = Counter(text for text, _ in lines) - Counter(text for text, _ in others)
-        known = {told for _, told in others}
-        found = [told for text, told in lines if more[text]]
-        return min(found, key=lambda told: told in known) if found else "nothing that others have not"
+        known = {line for _, line in others}
+        found = [line for text, line in lines if more[text]]
+        return min(found, key=lambda line: line in known) if found else "nothing that others have not"
 
     words = [f"  rank {first}: {only(one, other)}", f"  rank {second}: {only(other, one)}"]
     hint = (

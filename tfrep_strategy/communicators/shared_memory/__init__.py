@@ -111,16 +111,16 @@ class SharedMemoryCommunicator(HostCommunicator):
         ordered = [arrays[i] for members in by_dtype.values() for i in members]
         size = sum(array.nbytes for array in ordered)
         begin: Any = functools.partial(self._begin, ordered, [size])
-        told = begin()[1] if size <= MOST_IN_MESSAGE else None
+        messages = begin()[1] if size <= MOST_IN_MESSAGE else None
         results: list[Any] = [None] * len(arrays)
         start = 0
         for members in by_dtype.values():
             own = [arrays[i] for i in members]
-            if told is None:
+            if messages is None:
                 reduced = self._memory.reduce(own, op, begin)
                 begin = None
             else:
-                reduced = _reduced_from(told, start, own, op)
+                reduced = _reduced_from(messages, start, own, op)
                 start += sum(array.nbytes for array in own)
             for i, result in zip(members, reduced, strict=True):
                 results[i] = result
@@ -213,8 +213,8 @@ class SharedMemoryCommunicator(HostCommunicator):
         tensors = tuple((array.dtype.name, array.shape) for array in arrays)
         own = Call(kind, ", ".join(filter(None, [option, f"in {place}"])), tensors, line or user_line())
         words = [each.decode(errors="replace") for each in self._links.exchange(str(own).encode()[: LONGEST_MESSAGE // 2])]
-        told = describe_difference("Ranks called different collectives.", list(zip(self._ranks, words, strict=True)))
-        error = DesyncError(told)
+        text = describe_difference("Ranks called different collectives.", list(zip(self._ranks, words, strict=True)))
+        error = DesyncError(text)
         if line:  # TensorFlow replaces the errors of a function.
             self.on_refusal(error)
         raise error
@@ -230,11 +230,11 @@ def _head(count: int) -> struct.Struct:
     return struct.Struct(f"<4s{count}q")
 
 
-def _reduced_from(told: Sequence[bytes], start: int, own: Arrays, op: str) -> Arrays:
+def _reduced_from(messages: Sequence[bytes], start: int, own: Arrays, op: str) -> Arrays:
     """Reduces arrays of one dtype, which begin at byte `start` in the message of each member."""
     dtype, ends = own[0].dtype, list(itertools.accumulate(array.size for array in own))
     whole = aligned_empty([ends[-1]], dtype)
-    reduce_in_order([np.frombuffer(each, dtype, ends[-1], start) for each in told], op, whole)
+    reduce_in_order([np.frombuffer(each, dtype, ends[-1], start) for each in messages], op, whole)
     return [whole[end - array.size : end].reshape(array.shape) for end, array in zip(ends, own, strict=True)]
 
 
@@ -286,10 +286,10 @@ def over_shared_memory(connected: Communicator, environment: Any, *, has_gpu: bo
         A communicator over shared memory on all ranks, or `connected` on all.
     """
     stays = has_gpu or not SHARES_MEMORY or environment.local_size < environment.size or environment.size > MOST_SHARING
-    told = connected.all_gather_object((stays, None if stays else problem_of_sharing(environment.size)))
-    if any(stays for stays, _ in told):
+    states = connected.all_gather_object((stays, None if stays else problem_of_sharing(environment.size)))
+    if any(stays for stays, _ in states):
         return connected
-    made, problems = None, [problem for _, problem in told]
+    made, problems = None, [problem for _, problem in states]
     if not any(problems):
         problem = None
         try:

@@ -81,12 +81,12 @@ class Generations:
 
     def marked(self) -> list[Backup]:
         """Returns the backups that have a marker, the newest first. A backup of plain Keras comes last."""
-        with self._told("read"):
+        with self._explaining_errors("read"):
             return [backup for backup in self._newest_first() if read_metadata(backup.metadata)]
 
     def files(self) -> dict[str, int]:
         """Returns the sizes in bytes of all files of backups, by their names, including backups without a marker."""
-        with self._told("read"):
+        with self._explaining_errors("read"):
             paths = [path for backup in self._newest_first() for path in backup if tf.io.gfile.exists(path)]
             return {path.removeprefix(f"{self._address}/"): tf.io.gfile.stat(path).length for path in paths}
 
@@ -100,7 +100,7 @@ class Generations:
         Raises:
             OSError: The backup cannot be written. Existing backups are unchanged.
         """
-        with tempfile.TemporaryDirectory(prefix="tfrep-backup-") as folder, self._told("written"):
+        with tempfile.TemporaryDirectory(prefix="tfrep-backup-") as folder, self._explaining_errors("written"):
             new = Backup(*(os.path.join(folder, name) for name in self._names))
             yield new
             before, kept_too = self._newest_first(), self.marked()[: kept - 1] if kept > 1 else []
@@ -121,14 +121,14 @@ class Generations:
         """
         with tempfile.TemporaryDirectory(prefix="tfrep-backup-") as folder:
             copies = Backup(*(os.path.join(folder, name) for name in self._names))
-            with self._told("read"):
+            with self._explaining_errors("read"):
                 for path, copy in zip(backup, copies, strict=True):
                     tf.io.gfile.copy(path, copy)
             yield copies
 
     def unmark(self) -> None:
         """Removes the markers of all generations, the oldest first, so that a kill cannot leave an older state of the training."""
-        with self._told("removed"):
+        with self._explaining_errors("removed"):
             for backup in reversed(self._newest_first()):
                 _remove_file(backup.metadata)
 
@@ -158,7 +158,7 @@ class Generations:
             tf.io.gfile.rmtree(folder)
 
     @contextlib.contextmanager
-    def _told(self, done: str) -> Iterator[None]:
+    def _explaining_errors(self, done: str) -> Iterator[None]:
         try:
             yield
         except tf.errors.OpError as error:

@@ -225,7 +225,7 @@ _STOPS = {"train": "stop_training", "test": "stop_evaluating", "predict": "stop_
 _PATHS: dict[type, str] = {keras.callbacks.CSVLogger: "filename", keras.callbacks.TensorBoard: "log_dir"}
 """The attributes of callbacks that hold their destinations."""
 
-_told: Any = weakref.WeakKeyDictionary()
+_redirected: Any = weakref.WeakKeyDictionary()
 """For callbacks that write into temporary folders: the attribute, its former value, and a function that removes the folder."""
 
 
@@ -364,7 +364,7 @@ def _agreed(strategy: KerasStrategy, callbacks: list[Any]) -> tuple[_Agreement, 
     of_their_own = [each for each in callbacks if not isinstance(each, _DECIDE_ALIKE) or _phases_of_users(each)]
     may_stop_alone = frozenset[str]().union(*map(_phases_seen_by_batch, of_their_own))
     for callback in callbacks:
-        _write_where_told(callback)
+        _write_to_own_path(callback)
     given = list(map(Given.of, callbacks))
     ranks = strategy.extended.all_gather_object((look_at_batches, may_stop_alone, given, any(map(_saves_alone, callbacks))))
     local = find_local([given for _, _, given, _ in ranks])
@@ -377,10 +377,10 @@ def _agreed(strategy: KerasStrategy, callbacks: list[Any]) -> tuple[_Agreement, 
         if first or destination is None:
             run.append((callback, is_local or _saves_alone(callback)))
         elif not is_local and _writes_more(callback):
-            run.append((_writing_elsewhere(callback), False))
+            run.append((_redirect(callback), False))
     in_step = [LocalCallback(callback, strategy) if is_local else callback for callback, is_local in run]
     some_are_local = bool(local) or any(saves_alone for *_, saves_alone in ranks)
-    own_is_local, elsewhere = any(is_local for _, is_local in run), tuple(each for each, _ in run if each in _told)
+    own_is_local, elsewhere = any(is_local for _, is_local in run), tuple(each for each, _ in run if each in _redirected)
     agreement = _Agreement(look_at_batches, may_stop_alone, some_are_local, own_is_local, elsewhere)
     return agreement, [*beginning_whole(callback for callback, _ in run), *in_step]
 
@@ -462,7 +462,7 @@ class _After(_AllProcessCallback):
         """Returns on every process when the files that callbacks write at the end are complete."""
         self._strategy.extended.all_gather_object(None)
         for callback in self._agreement.elsewhere:
-            _write_where_told(callback)
+            _write_to_own_path(callback)
 
     def _wants_to_stop(self, phase: str) -> bool:
         return bool(getattr(self.model, _STOPS[phase], False))  # In a custom training loop a model may lack the attribute.
@@ -507,18 +507,18 @@ def _writes_more(callback: Any) -> bool:
     return isinstance(callback, tuple(_PATHS)) and any(_is_users(callback, hook) for hook in hooks)
 
 
-def _writing_elsewhere(callback: Any) -> Any:
-    """Lets a callback write into a temporary folder, since another process writes to its path. `_write_where_told` undoes it."""
+def _redirect(callback: Any) -> Any:
+    """Lets a callback write into a temporary folder, since another process writes to its path. `_write_to_own_path` undoes it."""
     name = next(name for kind, name in _PATHS.items() if isinstance(callback, kind))
-    told, folder = getattr(callback, name), tempfile.mkdtemp(prefix="tfrep-callback-")
-    _told[callback] = name, told, weakref.finalize(callback, shutil.rmtree, folder, ignore_errors=True)
-    setattr(callback, name, os.path.join(folder, os.path.basename(told)))
+    path, folder = getattr(callback, name), tempfile.mkdtemp(prefix="tfrep-callback-")
+    _redirected[callback] = name, path, weakref.finalize(callback, shutil.rmtree, folder, ignore_errors=True)
+    setattr(callback, name, os.path.join(folder, os.path.basename(path)))
     return callback
 
 
-def _write_where_told(callback: Any) -> None:
-    if callback in _told:
-        name, path, remove = _told.pop(callback)
+def _write_to_own_path(callback: Any) -> None:
+    if callback in _redirected:
+        name, path, remove = _redirected.pop(callback)
         setattr(callback, name, path)
         remove()
 

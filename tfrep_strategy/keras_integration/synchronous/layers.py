@@ -47,18 +47,18 @@ class Layers(SynchronousBase):
 
         Such a variable reads as its mean, and a partial sum as the sum. Counters are equal on all replicas.
         """
-        told = variable._synchronization, variable._aggregation
+        requested = variable._synchronization, variable._aggregation
         if creates_partial_sums.value:
             kept = "on_read", "sum"
         elif _is_moving_state(variable):
             kept = "on_read", "mean"
         else:
-            kept = told[0], "none" if told[1] == "only_first_replica" else told[1]
+            kept = requested[0], "none" if requested[1] == "only_first_replica" else requested[1]
         variable._synchronization, variable._aggregation = kept
         try:
             original(variable, value)
         finally:
-            variable._synchronization, variable._aggregation = told
+            variable._synchronization, variable._aggregation = requested
 
     def add_to_variable(self, original: Any, variable: Any, value: Any) -> Any:
         """Sums the increments of replicas to a variable that asks for sums. Keras assigns, which would also sum the old value."""

@@ -57,7 +57,7 @@ class BackgroundWrites:
 
     def __init__(self) -> None:
         self._last: futures.Future[bool] | None = None
-        self._told = set[tuple[type, int | None]]()
+        self._reported = set[tuple[type, int | None]]()
 
     @property
     def is_writing(self) -> bool:
@@ -93,12 +93,12 @@ class BackgroundWrites:
             write()
         except Exception as error:
             kind = type(error), getattr(error, "errno", None)
-            if kind not in self._told:
-                self._told.add(kind)
+            if kind not in self._reported:
+                self._reported.add(kind)
                 text = f"{what} was not written: {error}\nAn older one is as it was. Training goes on, and the next one is tried."
                 print(f"tfrep: {text}", file=sys.stderr, flush=True)
             return False
-        self._told.clear()
+        self._reported.clear()
         return True
 
 

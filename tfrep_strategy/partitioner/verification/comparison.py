@@ -82,18 +82,18 @@ def shape_problem(placement: Placement, shapes: Sequence[tf.TensorShape], shape:
         shape: The shape in the trace, as far as known.
     """
     first = shapes[0].as_list()
-    told = ", ".join(str(each.as_list()) for each in shapes)
+    found = ", ".join(str(each.as_list()) for each in shapes)
     if isinstance(placement, Shard):
         axis = placement.axis
         others = {tuple(each.as_list()[:axis] + each.as_list()[axis + 1 :]) for each in shapes}
         if len(others) > 1 or axis >= len(first):
-            return f"what replicas have makes no tensor: {told}"
+            return f"what replicas have makes no tensor: {found}"
         first[axis] = sum(each[axis] for each in shapes)
     elif isinstance(placement, Partial) and len({tuple(each.as_list()) for each in shapes}) > 1:
-        return f"what replicas have makes no tensor: {told}"
+        return f"what replicas have makes no tensor: {found}"
     if shape.is_compatible_with(first):
         return ""
-    return f"what replicas have is of shape {told}, where one device has {shape.as_list()}"
+    return f"what replicas have is of shape {found}, where one device has {shape.as_list()}"
 
 
 def joined(placement: Placement, of_replicas: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -253,8 +253,8 @@ def _of_operation(operation: Any, what: str, placement: Placement, parted: Diffe
 
 
 def _finding(what: str, layer: str, line: str, placement: Placement, parted: Difference) -> Finding:
-    told = {Replicate: "whole on every replica", Partial: "a sum of what the replicas hold"}
-    placed = f"in rows, along axis {placement.axis}" if isinstance(placement, Shard) else told[type(placement)]
+    words = {Replicate: "whole on every replica", Partial: "a sum of what the replicas hold"}
+    placed = f"in rows, along axis {placement.axis}" if isinstance(placement, Shard) else words[type(placement)]
     return Finding(what, layer, line, placed, parted.replica, parted.problem or f"{parted.found:.3g}", parted.tolerance)
 
 
@@ -380,7 +380,7 @@ class Watch:
         }
         finding = self._verified.first_difference([seen for _, seen, _ in replicas], held)
         verified = self._verified
-        told = {
+        record = {
             "step": self._number,
             "run": self._runs,
             "compared": verified.compared,
@@ -388,7 +388,7 @@ class Watch:
             "draws": verified.draws,
             "finding": finding and asdict(finding),
         }
-        _write(self._asked.folder / f"told{self._number}-{self._runs}.json", json.dumps(told).encode())
+        _write(self._asked.folder / f"told{self._number}-{self._runs}.json", json.dumps(record).encode())
         if finding is not None:
             hint = "see what tfrep verify tells."
             raise TfrepError(message("A step differs from that of one device.", hint=hint, operation=finding.what))

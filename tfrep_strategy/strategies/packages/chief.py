@@ -84,12 +84,12 @@ def refuse_different_ends(what: str, end: str, error: str = "") -> None:
     ends, errors = zip(*process_communicator().all_gather_object((end, error)), strict=True)
     if len(set(ends)) > 1:
         other = next(rank for rank, each in enumerate(ends) if each != ends[0])
-        told = [": ".join(filter(None, each)) for each in zip(ends, errors, strict=True)]
+        descriptions = [": ".join(filter(None, each)) for each in zip(ends, errors, strict=True)]
         raise PeerError(
             message(
                 f"{what} has not ended alike on all ranks.",
                 hint=f"look at the error of the rank that has one. What only rank {other} has, such as a file, is a usual cause.",
-                rank_0=told[0],
-                **{f"rank_{other}": told[other]},
+                rank_0=descriptions[0],
+                **{f"rank_{other}": descriptions[other]},
             )
         )

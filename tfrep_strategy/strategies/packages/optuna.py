@@ -72,8 +72,8 @@ def _by_chief(original: Callable[..., Any]) -> Callable[..., Any]:
             optuna.copy_study(from_study_name=name, from_storage=stored._storage, to_storage=copy)
             return name, copy
 
-        told = of_chief(copied)
-        return own[0] if own else told and optuna.Study(*told, given.get("sampler"), given.get("pruner"))
+        name_and_copy = of_chief(copied)
+        return own[0] if own else name_and_copy and optuna.Study(*name_and_copy, given.get("sampler"), given.get("pruner"))
 
     return made
 
@@ -98,8 +98,8 @@ def _stopped_by_chief(original: Callable[..., None]) -> Callable[..., None]:
     def optimize(self: Any, func: Any, *args: Any, **kwargs: Any) -> None:
         call = inspect.signature(original).bind(self, _with_one_end(func), *args, **kwargs)
         if (n_jobs := call.arguments.get("n_jobs", 1)) != 1:
-            told = "Processes that train together take one trial after the other."
-            raise ConfigurationError(message(told, hint="leave n_jobs out.", n_jobs=n_jobs))
+            text = "Processes that train together take one trial after the other."
+            raise ConfigurationError(message(text, hint="leave n_jobs out.", n_jobs=n_jobs))
         timeout = call.arguments.pop("timeout", None)
         end = float("inf") if timeout is None else time.monotonic() + timeout
 

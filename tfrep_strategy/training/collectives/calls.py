@@ -217,11 +217,11 @@ def has_names(call: CollectiveCall) -> bool:
 
 
 def _if_equal(tensors: Sequence[tf.Tensor], everyone: tf.Tensor, replicas: Sequence[int], what: str) -> list[tf.Tensor]:
-    told: list[Any] = [what]
+    shown: list[Any] = [what]
     for i, replica in enumerate(replicas):
-        told += [f"on replica {replica}:", everyone[i]]
+        shown += [f"on replica {replica}:", everyone[i]]
     equal = tf.reduce_all(tf.equal(everyone, everyone[:1]))
-    with tf.control_dependencies([tf.debugging.Assert(equal, told, summarize=100)]):
+    with tf.control_dependencies([tf.debugging.Assert(equal, shown, summarize=100)]):
         return [tf.identity(t) for t in tensors]
 
 
