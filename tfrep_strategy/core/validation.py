@@ -123,7 +123,7 @@ def checked(kind: Any, name: str, value: Any, *, hint: str | None = None, strict
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
     what = shortened(first["msg"].removeprefix("Value error, "))
-    # Outside JSON a name is that of a type among several.
+    # Outside JSON, a name is the name of one of several types.
     place = ".".join([name, *(str(part) for part in first["loc"] if is_json or isinstance(part, int))])
     wrong = value if first["type"] == "missing" else first["input"]
     raise ConfigurationError(message(f"{place} cannot be used: {what[:1].lower()}{what[1:]}.", hint=hint, **{place: wrong}))

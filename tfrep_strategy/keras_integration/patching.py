@@ -35,7 +35,7 @@ class Patch:
             `keras`. A name without a colon is a module that modules of Keras import.
         expects: The signature, as `inspect.signature` prints it. A tuple if supported releases differ.
         why: The reason.
-        driver: Gets the arguments of the call and returns the driver, or None. Default: that of the topic.
+        driver: Gets the arguments of the call and returns the driver, or None. Default: the topic's.
         does: Called without a driver, and by the base driver, instead of Keras's function.
         everywhere: Whether to replace it also in each module that has imported it by name.
         in_subclasses: Whether to replace it only in classes that are passed to `install_in`, and not in the class itself.

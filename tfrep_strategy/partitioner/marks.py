@@ -25,7 +25,7 @@ Called = Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]
 
 
 def gradient(tensor: tf.Tensor) -> tf.Tensor:
-    """Marks a gradient. If replicas hold addends, their all-reduce is that of gradients."""
+    """Marks a gradient. If replicas hold addends, they are reduced like gradients."""
     return _marked(GRADIENT, tf.identity(tensor))
 
 
@@ -58,7 +58,7 @@ def own_sum(rows: tf.Tensor, axes: Sequence[int]) -> tf.Tensor:
     """Returns, on each replica, the sum of its rows over axes, which stay with size 1.
 
     Args:
-        rows: The rows; the first axis is that of the batch.
+        rows: The rows; the first axis is the batch axis.
         axes: That axis, and others.
     """
 

@@ -63,7 +63,7 @@ class Items:
 
 
 Placement = Replicate | Shard | Partial | Own | Vacant | Items
-"""The placement of a list is that of its elements, unless the elements are rows."""
+"""A list has the placement of its elements, unless the elements are rows."""
 
 REPLICATE, PARTIAL, OWN, VACANT, ITEMS = Replicate(), Partial(), Own(), Vacant(), Items()
 

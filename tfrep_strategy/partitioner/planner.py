@@ -4,7 +4,7 @@ Operations are visited after their inputs. The rule of an operation (`rules/`) l
 for other placements, which may add a collective, and adds the operation to the program, with local inputs. An operation
 without a rule gets whole inputs: that is slower, but right.
 
-The idea is that of GSPMD (Xu et al., arXiv:2105.04663) and of DTensor.
+The idea comes from GSPMD (Xu et al., arXiv:2105.04663) and DTensor.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class SynchronousStrategy(HasOneReplica, ShowsNewNames, tf.distribute.Strategy):
         if len(args) == 1 and isinstance(args[0], Shards):
             self.extended.steps.mark()
             shards = args[0]
-            if self.num_replicas_in_sync == 1:  # The share is 1, and the step is that of one device.
+            if self.num_replicas_in_sync == 1:  # The share is 1, and the step is a one-device step.
                 args = (pack(shards),)
             elif (partitioned := self.extended.partitioned_steps.value) is not None:
                 with self.extended.watching_peers():

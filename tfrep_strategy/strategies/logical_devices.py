@@ -1,6 +1,6 @@
 """Model parallelism: each replica has several logical devices, numbered 0, 1, ...
 
-They change the placement only. The answer is that of one device.
+They change the placement only. The answer is the same as on one device.
 """
 
 from __future__ import annotations

@@ -307,7 +307,7 @@ class _Arguments(NamedTuple):
         nest: All arguments.
         tensors: The arguments that are tensors.
         specs: The specifications of the tensors in a trace.
-        are_rows: For each dense tensor in them, whether its first dimension is that of the shared rows.
+        are_rows: For each dense tensor in them, whether its first dimension holds the shared rows.
         alike: For each tensor, whether it is a data set or iterator whose batches have equally many rows in all tensors.
         key: Identifies the trace.
     """

@@ -272,7 +272,7 @@ class PartVariable(ReplicaVariable):
             extended: The `extended` of the strategy.
             creator: Makes a variable on one device.
             cut: The part that each replica has.
-            **kwargs: Arguments of a variable. The initial value is that of the whole.
+            **kwargs: Arguments of a variable. The initial value is the whole value.
         """
         initial = kwargs.pop("initial_value")
         kwargs |= {"synchronization": tf.VariableSynchronization.ON_READ, "aggregation": tf.VariableAggregation.NONE}

@@ -29,7 +29,7 @@ class Throughput(keras.callbacks.Callback):
     not include validation, nor the first step of a `fit`, which is compiled.
 
     * `examples_per_second`, `steps_per_second`: of all replicas together.
-    * `step_ms_p50`, `step_ms_p90`, `step_ms_p99`: percentiles of the milliseconds from the start of a step to that of the next.
+    * `step_ms_p50`, `step_ms_p90`, `step_ms_p99`: percentiles of the milliseconds between the starts of two steps.
     * `data_wait`: the share of the time, from 0 to 1, in which a step waited for its batch.
     * `collective_wait`: the share in which a process had its own gradients and waited for the global ones.
 
@@ -292,7 +292,7 @@ def scale_learning_rate(learning_rate: float, replicas: int, rule: str = "linear
 
 
 class LearningRateWarmup(keras.callbacks.LearningRateScheduler):
-    """Raises the learning rate in even steps, from that of one replica to that of all, during the first epochs.
+    """Raises the learning rate in even steps, from one replica's rate to the rate of all, during the first epochs.
 
     Step `b` of `n` in epoch `e`, counted from 0, has the learning rate
     `learning_rate * (1 + (e + (b + 1) / n) / epochs * (replicas - 1)) / replicas`. It depends on nothing else, so a resumed run

@@ -195,7 +195,7 @@ class Assembly:
     """Keeps the meeting, in a thread.
 
     Args:
-        place: Where the others come. Its count is that of a full round.
+        place: Where the others come. Its count is the size of a full round.
         least: The number of processes that is enough; None if places are fixed, and each process has its number.
         key: Shared secret.
         seconds: How long to wait for enough processes before each round.

@@ -76,7 +76,7 @@ class Layers(SynchronousBase):
         return True
 
     def next_seed(self, original: Any, generator: Any, ordered: bool = True) -> Any:
-        """Gives each replica a different seed, and replica 0 that of one device. The generator's state stays equal everywhere."""
+        """Gives each replica a different seed, and replica 0 one device's seed. The generator's state stays equal everywhere."""
         seed = original(generator, ordered=ordered)
         # An optimizer must add the same numbers on all replicas to the one value of a variable.
         if not self.in_replica or not self.has_several or assigns_as_is.value:

@@ -286,7 +286,7 @@ def range_(plan: Planner, operation: Any) -> None:
 
 @rule("GatherV2", "ResourceGather")
 def gather(plan: Planner, operation: Any) -> None:
-    """Gathers from a replicated table by sharded indices, or along other axes than that of the rows."""
+    """Gathers from a replicated table by sharded indices, or along axes other than the row axis."""
     x, indices = operation.inputs[:2]
     is_variable = operation.type == "ResourceGather"
     axis = 0 if is_variable else plan.number(operation.inputs[2])
@@ -464,7 +464,7 @@ def scatter_into(plan: Planner, operation: Any) -> None:
     depth, rank, of_updates = indices.shape[-1] if indices.shape.rank else None, plan.rank(x), plan.placement(updates)
     shards = set()
     if depth is not None and rank is not None and isinstance(plan.placement(indices), Replicate):
-        further = indices.shape.rank - 1 - depth  # The distance between an axis of the tensor and that of the updates.
+        further = indices.shape.rank - 1 - depth  # The distance between an axis of the tensor and the axis of the updates.
         if isinstance(own := plan.placement(x), Shard) and own.axis >= depth:
             shards.add(own)
         if isinstance(of_updates, Shard) and of_updates.axis >= indices.shape.rank - 1:

@@ -99,7 +99,7 @@ def new_list(plan: Planner, operation: Any) -> None:
 @rule("TensorListFromTensor")
 @always
 def unstack(plan: Planner, operation: Any) -> None:
-    """Makes a list; the first axis of the tensor is that of the elements."""
+    """Makes a list; the first axis of the tensor holds the elements."""
     x, shape = operation.inputs
     placement, local = plan.placement(x), plan.local(x)
     if isinstance(placement, Shard):

@@ -35,7 +35,7 @@ class _Deviations(NamedTuple):
 
 
 def sum_of_deviations(plan: Planner, summed: Any, axes: Sequence[int]) -> Tensor | None:
-    """Returns the sum of deviations over axes that include that of the rows, replicated and with all axes kept.
+    """Returns the sum of deviations over axes that include the row axis, replicated and with all axes kept.
 
     Args:
         plan: The planner.
@@ -189,7 +189,7 @@ ACROSS_REPLICAS: dict[str, Callable[[Planner, Any, Shard], None]] = {
     "SoftmaxCrossEntropyWithLogits": _cross_entropy,
     "SparseSoftmaxCrossEntropyWithLogits": _sparse_cross_entropy,
 }
-"""The planning functions of operations whose last axis is that of the rows."""
+"""The planning functions of operations whose last axis is the row axis."""
 
 
 _OTHERS = {"Max": "Max", "Min": "Min", "Prod": "Prod", "All": "All", "Any": "Any", "EuclideanNorm": None}
@@ -433,7 +433,7 @@ def along_last_axis(plan: Planner, operation: Any) -> None:
 
 @rule("BiasAddGrad")
 def bias_add_gradient(plan: Planner, operation: Any) -> None:
-    """Sums over all axes except that of the channels."""
+    """Sums over all axes except the channel axis."""
     (x,) = operation.inputs
     placement, rank = plan.placement(x), plan.rank(x)
     channels = 1 if operation.get_attr("data_format") == b"NCHW" else -1

@@ -312,7 +312,7 @@ def empty(plan: Planner, operation: Any) -> None:
 @rule("Tile")
 @always
 def tile(plan: Planner, operation: Any) -> None:
-    """Repeats other axes than that of the rows. An axis of size 1 may become that of the rows."""
+    """Repeats axes other than the row axis. An axis of size 1 may become the row axis."""
     x, times = operation.inputs
     placement, repeated, known = plan.placement(x), plan.sizes_of(times), plan.dims(x)
     if known is None or repeated is None:
@@ -329,7 +329,7 @@ def tile(plan: Planner, operation: Any) -> None:
 
 @rule("Pad", "PadV2", "MirrorPad", "MirrorPadGrad")
 def pad(plan: Planner, operation: Any) -> None:
-    """Pads other axes than that of the rows."""
+    """Pads axes other than the row axis."""
     x, paddings = operation.inputs[:2]
     placement, known = plan.placement(x), plan.sizes_of(paddings)
     rest = [plan.replicated(t) for t in list(operation.inputs)[1:]]
@@ -352,7 +352,7 @@ def ensure_shape(plan: Planner, operation: Any) -> None:
 
 @rule("ReverseV2", "Roll")
 def other_axes(plan: Planner, operation: Any) -> None:
-    """Reverses or rolls other axes than that of the rows."""
+    """Reverses or rolls axes other than the row axis."""
     x = operation.inputs[0]
     axes, placement, known = plan.numbers(operation.inputs[-1]), plan.placement(x), plan.rank(x)
     inputs = [plan.local(x), *(plan.replicated(t) for t in list(operation.inputs)[1:])]
@@ -366,7 +366,7 @@ def other_axes(plan: Planner, operation: Any) -> None:
 
 @rule("Split", "SplitV")
 def split(plan: Planner, operation: Any) -> None:
-    """Splits another axis than that of the rows."""
+    """Splits an axis other than the row axis."""
     place = 1 if operation.type == "Split" else 0
     x, axis = operation.inputs[place], plan.number(operation.inputs[0 if place else 2])
     placement, known = plan.placement(x), plan.rank(x)
@@ -394,7 +394,7 @@ def unpack(plan: Planner, operation: Any) -> None:
 
 @rule("Pack", "ConcatV2")
 def join(plan: Planner, operation: Any) -> None:
-    """Joins tensors along another axis than that of the rows."""
+    """Joins tensors along an axis other than the row axis."""
     is_pack = operation.type == "Pack"
     tensors = list(operation.inputs) if is_pack else list(operation.inputs)[:-1]
     rest = [] if is_pack else [plan.replicated(operation.inputs[-1])]

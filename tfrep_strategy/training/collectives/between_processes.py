@@ -45,7 +45,7 @@ def broadcast_object(value: Any, root: int = 0) -> Any:
     """Sends a Python object of one process to all. Call it outside a step, after a strategy was made.
 
     Args:
-        value: A picklable object. Only that of the root is sent.
+        value: A picklable object. Only the root's is sent.
         root: Rank of the process that sends.
 
     Returns:
