@@ -93,7 +93,7 @@ def test_the_command_lists_them() -> None:
     told = CliRunner().invoke(app, ["doctor", "--patches", "--json"])
     assert told.exit_code == 0, told.output
     assert [row["target"] for row in json.loads(told.stdout)] == [row.target for row in patches.describe()]
-    assert "pads the part of a" in CliRunner().invoke(app, ["doctor", "--patches"]).stdout
+    assert "pads a replica's" in CliRunner().invoke(app, ["doctor", "--patches"]).stdout
 
 
 def test_a_loop_over_data_is_named() -> None:

@@ -229,7 +229,7 @@ def check_keras_backend() -> None:
         Traceback (most recent call last):
         ...
         tfrep_strategy.errors.ConfigurationError: Only Keras's TensorFlow backend works here. Received: KERAS_BACKEND='jax'
-        Hint: set KERAS_BACKEND=tensorflow.
+        Hint: set KERAS_BACKEND=tensorflow. [TFREP-E001]
     """
     if backend := os.environ.get("KERAS_BACKEND"):
         received = {"KERAS_BACKEND": backend}

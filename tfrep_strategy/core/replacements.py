@@ -80,7 +80,7 @@ class Tested:
             ...
             tfrep_strategy.errors.UnsupportedVersionError: tfrep_strategy does not fit Keras 3.16.0 (1 misfit):
             `losses.Loss` is gone.
-            Hint: pip install 'keras>=3.12,<3.16'
+            Hint: pip install 'keras>=3.12,<3.16' [TFREP-E003]
         """
         if misfits:
             count = f"{len(misfits)} misfit{'s' if len(misfits) > 1 else ''}"

@@ -128,7 +128,7 @@ def refuse_old_optimizer(optimizer: Any, what: str) -> None:
         Traceback (most recent call last):
         ...
         tfrep_strategy.errors.ConfigurationError: `compile` got an optimizer of TensorFlow 1. Received: optimizer='AdamOptimizer'
-        Hint: write an optimizer of keras.optimizers with the same settings: strategies sum its gradients.
+        Hint: write an optimizer of keras.optimizers with the same settings: strategies sum its gradients. [TFREP-E002]
     """
     origin = {"horovod": "Horovod", "tf_keras": "Keras 2"}.get(_package(optimizer))
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):

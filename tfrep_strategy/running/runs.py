@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tfrep_strategy.cluster import events as happenings
 from tfrep_strategy.cluster.hardware import cores_of_ranks, thread_variables
@@ -157,7 +158,7 @@ def rounds_here(events: Events, max_restarts: int, backup_dir: SharedFolder | No
         )
 
 
-def no_backup_dir(max_restarts: int, **received: object) -> ConfigurationError:
+def no_backup_dir(max_restarts: int, **received: Any) -> ConfigurationError:
     """Returns the error of a run on several machines that is to be started again, and has no folder for that."""
     what = "A run on several machines is started again from backups, in a folder that all of them reach."
     return ConfigurationError(message(what, hint="name it: --backup-dir.", backup_dir=None, max_restarts=max_restarts, **received))

@@ -10,7 +10,7 @@ import socket
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from tfrep_strategy.cluster.rendezvous.introductions import Place
 from tfrep_strategy.cluster.rendezvous.meeting import addresses_of_ranks
@@ -220,11 +220,12 @@ def known_hosts(rank: int, size: int, local_size: int, host: str) -> list[str]:
 
 def _check_place(index_name: str, index: int, count_name: str, count: int, environment: str) -> None:
     if not (is_count(count, maximum=MOST_RANKS) and is_count(index, 0, count - 1)):
+        received: dict[str, Any] = {index_name: index, count_name: count}
         raise ConfigurationError(
             message(
                 f"{environment}: {index_name} must be at least 0 and below {count_name}.",
                 hint="start all processes with one launcher, and unset variables left over from another run.",
-                **{index_name: index, count_name: count},
+                **received,
             )
         )
 
