@@ -54,6 +54,24 @@ The parts of `versions` are sessions of `noxfile.py`.
 """
 
 
+WARNINGS = (
+    "error",
+    "default::ResourceWarning",
+    # This package warns of what is slow, or may be a mistake; tests that are about a warning expect it by themselves.
+    "ignore:Operations of a step have no rule",
+    "ignore:Steps run eagerly",
+    "ignore:The tensors of a batch have different numbers of rows",
+    "ignore:The processes of this run talk through",
+    "ignore:`[a-z_]+` got a model made outside",
+    # Keras, of data that end or cannot be shuffled, and of a file that has other variables.
+    "ignore:Your input ran out of data",
+    "ignore:`shuffle=True` was passed, but will be ignored",
+    "ignore:Skipping variable loading for optimizer",
+    "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning",
+)
+"""How quick tests take warnings: they are errors, but for those that are named. The last that fits counts."""
+
+
 def parts() -> list[str]:
     """Returns the names of the other lanes, with the parts in place of a lane that has some."""
     return [f"{lane}_{part}" if part else lane for lane, parts in LANES.items() for part in parts or ("",)]
@@ -115,6 +133,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         lane = lane_of(item)
         for marker in {lane, lane.partition("_")[0], "short" if lane in SHORT else "full"}:
             item.add_marker(marker)
+        if lane == "quick":
+            item.add_marker(pytest.mark.filterwarnings(*WARNINGS), append=False)
     if config.args_source is config.ArgsSource.TESTPATHS and not config.option.markexpr:
         config.hook.pytest_deselected(items=[item for item in items if "full" in item.keywords])
         items[:] = [item for item in items if "full" not in item.keywords]

@@ -227,7 +227,7 @@ def _of_tensorflow() -> Iterator[tuple[str, str, str]]:
         yield old, error, today
 
 
-@pytest.mark.parametrize(("old", "said", "today"), _of_tensorflow())
+@pytest.mark.parametrize(("old", "said", "today"), list(_of_tensorflow()))
 def test_what_tensorflow_and_keras_say(old: str, said: str, today: str) -> None:
     names = {"tf": tf, "keras": keras, "tfrep": tfrep, "model": _model(), "generator": None}
     if said == "a warning: it is ignored":

@@ -167,7 +167,7 @@ def _write_downloads(folder: Path) -> None:
     (folder / "weather.csv").write_text("\n".join(["Date Time,T (degC),p (mbar),h", *rows]))
 
 
-@pytest.mark.parametrize(("name", "kind"), _chosen(lambda kind: pytest.mark.lane(f"programs_{kind}"), list(_KINDS)))
+@pytest.mark.parametrize(("name", "kind"), [*_chosen(lambda kind: pytest.mark.lane(f"programs_{kind}"), list(_KINDS))])
 def test_program(name: str, kind: str, downloads: str, tmp_path: Path) -> None:
     program = PROGRAMS[name]
     script = _SCRIPTS / f"{name}.py"
@@ -194,7 +194,9 @@ def test_program(name: str, kind: str, downloads: str, tmp_path: Path) -> None:
     assert all(results == found.results[0] for results in found.results), f"The ranks differ: {found.results}"
 
 
-@pytest.mark.parametrize(("name", "kind"), _chosen(lambda kind: pytest.mark.lane(f"verified_{kind}"), ["mirrored", "tf"], every=3))
+@pytest.mark.parametrize(
+    ("name", "kind"), [*_chosen(lambda kind: pytest.mark.lane(f"verified_{kind}"), ["mirrored", "tf"], every=3)]
+)
 def test_verified_program(name: str, kind: str, downloads: str, tmp_path: Path) -> None:
     """Its steps, and what comes of them, differ nowhere from one device."""
     program = PROGRAMS[name]
