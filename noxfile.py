@@ -7,6 +7,7 @@ A session of a version installs Python, TensorFlow and Keras as it says into a f
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import nox
 
@@ -65,9 +66,35 @@ def docs(session: nox.Session) -> None:
     session.run("python", "-m", "sphinx", "-W", "docs", "build")
 
 
+def repository() -> str:
+    """Returns the address of the repository, of which `pyproject.toml` has the original."""
+    return str(nox.project.load_toml("pyproject.toml")["project"]["urls"]["Repository"])
+
+
+@nox.session(venv_backend="none")
+def address(session: nox.Session) -> None:
+    """Writes another address of the repository wherever this one stands, in badges too: `nox -s address -- ADDRESS`."""
+    (new,) = session.posargs
+    changes = {each(repository()): each(new) for each in (str, in_badges)}
+    names = session.run("git", "grep", "-lF", *(f"-e{old}" for old in changes), external=True, silent=True)
+    for name in str(names).splitlines():
+        text = Path(name).read_text("utf-8")
+        for old, other in changes.items():
+            text = text.replace(old, other)
+        Path(name).write_text(text, "utf-8")
+        session.log(name)
+
+
+def in_badges(address: str) -> str:
+    """Returns how an address of GitHub stands in links that open a notebook in Colab."""
+    return address.replace("https://github.com/", "colab.research.google.com/github/")
+
+
 @nox.session(venv_backend="none")
 def release(session: nox.Session) -> None:
     """Runs every lane on this commit, and builds what is uploaded into `dist/`."""
+    if "/OWNER/" in repository():
+        session.error(f"The address of the repository is a placeholder, {repository()}: nox -s address -- ADDRESS")
     session.run(".ci/run", "--release", external=True)
     session.run("python", "-m", "build")
     session.run("twine", "check", "--strict", "dist/*")

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tfrep_strategy._version import __version__
+
 _REPOSITORY = Path(__file__).resolve().parent.parent
 _PROJECT = tomllib.loads((_REPOSITORY / "pyproject.toml").read_text("utf-8"))["project"]
 _BUILT = {"horovod"}
@@ -100,6 +102,27 @@ def test_what_a_page_installs_beside_another_tensorflow_is_all_that_is_required(
     page = (_REPOSITORY / "docs" / "getting_started.md").read_text("utf-8").replace("\\\n", " ")
     (listed,) = re.findall(r"--no-deps \.\npip install (.*)", page)
     assert _declared(shlex.split(listed)) == _REQUIRED - {"tensorflow", "keras", "numpy"}  # NumPy comes with them.
+
+
+def test_the_address_of_the_repository_is_one() -> None:
+    address = _PROJECT["urls"]["Repository"]
+    notebooks = {path.name: path.read_text("utf-8") for path in (_REPOSITORY / "notebooks").glob("*.ipynb")}
+    assert {name: re.findall(r'REPOSITORY = \\"([^"\\]*)', text) for name, text in notebooks.items()} == {
+        name: [address] for name in notebooks
+    }
+
+
+def test_the_newest_release_is_this_version() -> None:
+    changelog = (_REPOSITORY / "CHANGELOG.md").read_text("utf-8")
+    _, *releases = re.split(r"^## ", changelog, flags=re.MULTILINE)
+    headings = [re.match(r"(\d+\.\d+\.\d+) \((\d{4}-\d\d-\d\d)\)\n", release) for release in releases]
+    versions, dates = zip(*(heading.groups() for heading in headings if heading), strict=True)
+    assert len(versions) == len(releases)
+    assert sorted(dates, reverse=True) == [*dates]
+    assert max(len(release.splitlines()) for release in releases) <= 80
+    assert versions[0] == __version__
+    citation = (_REPOSITORY / "CITATION.cff").read_text("utf-8")
+    assert f"\nversion: {__version__}\ndate-released: {dates[0]}\n" in citation
 
 
 def test_each_extra_of_a_hint_is_declared() -> None:

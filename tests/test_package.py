@@ -24,6 +24,7 @@ from tfrep_strategy.core.replacements import KERAS, TENSORFLOW
 pytestmark = pytest.mark.lane("package")
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
+_PROJECT = tomllib.loads((_REPOSITORY / "pyproject.toml").read_text("utf-8"))["project"]
 _SCRIPTS = _REPOSITORY / "tests" / "scripts"
 _LIMIT = 240.0
 
@@ -99,6 +100,27 @@ def test_wheel_says_where_it_runs(wheel):
     versions = re.findall(r"Python :: (3\.\d+)$", "\n".join(classifiers), re.MULTILINE)
     allowed = SpecifierSet(metadata["Requires-Python"])
     assert versions == [f"3.{minor}" for minor in range(30) if f"3.{minor}" in allowed]
+    assert metadata.get_all("Project-URL") == [f"Repository, {_PROJECT['urls']['Repository']}"]
+
+
+def test_a_release_waits_for_the_address_of_the_repository(tmp_path):
+    pytest.importorskip("nox")
+    for name in ("noxfile.py", "pyproject.toml", "notebooks/gan.ipynb"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(_REPOSITORY / name, tmp_path / name)
+    placeholder = "https://github.com/OWNER/tfrep_strategy"
+    nox = [sys.executable, "-m", "nox", "--sessions"]
+    _run(["git", "init", "--quiet"], cwd=tmp_path)
+    _run(["git", "add", "."], cwd=tmp_path)
+    _run([*nox, "address", "--", placeholder], cwd=tmp_path)
+    refused = subprocess.run([*nox, "release"], cwd=tmp_path, capture_output=True, text=True, timeout=_LIMIT, check=False)
+    assert refused.returncode == 1
+    assert f"The address of the repository is a placeholder, {placeholder}" in refused.stderr
+    _run([*nox, "address", "--", "https://example.org/tfrep"], cwd=tmp_path)
+    for name in ("pyproject.toml", "notebooks/gan.ipynb"):
+        text = (tmp_path / name).read_text("utf-8")
+        assert 'https://example.org/tfrep"' in text.replace("\\", "")
+        assert placeholder not in text
 
 
 def test_wheel_says_under_which_licences_its_parts_are(wheel):
@@ -208,8 +230,7 @@ def test_all_that_a_newer_tensorflow_has_moved_is_one_error(fresh, tmp_path):
 
 
 def test_the_bounds_are_those_of_pip():
-    project = tomllib.loads((_REPOSITORY / "pyproject.toml").read_text("utf-8"))["project"]
-    assert {TENSORFLOW.requirement, KERAS.requirement} <= set(project["dependencies"])
+    assert {TENSORFLOW.requirement, KERAS.requirement} <= set(_PROJECT["dependencies"])
 
 
 def test_another_keras_backend_is_refused_at_first_use(fresh, tmp_path):
