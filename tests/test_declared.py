@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import runpy
 import shlex
 import sys
 import tomllib
@@ -125,6 +126,17 @@ def test_the_newest_release_is_this_version() -> None:
     assert f"\nversion: {__version__}\ndate-released: {dates[0]}\n" in citation
 
 
+def test_the_page_of_versions_has_those_that_are_tested() -> None:
+    pytest.importorskip("nox")
+    page = (_REPOSITORY / "docs" / "support.md").read_text("utf-8")
+    rows = re.findall(r"^\| (3\.\d+) \| ([\d.]+) \| ([\d.]+) \| [\d.]+ \| those of one process", page, re.MULTILINE)
+    sessions = runpy.run_path(str(_REPOSITORY / "noxfile.py"))["VERSIONS"].values()
+    pinned = {(python, *(each.partition("==")[2] for each in versions)) for python, *versions in sessions if "==" in versions[0]}
+    assert set(rows) == pinned
+    classifiers = {each.removeprefix("Programming Language :: Python :: ") for each in _PROJECT["classifiers"]}
+    assert {python for python, *_ in rows} == {each for each in classifiers if re.fullmatch(r"3\.\d+", each)}
+
+
 def test_each_extra_of_a_hint_is_declared() -> None:
     calls = [
         ast.literal_eval(node.args[0])
@@ -142,7 +154,7 @@ _OWN_NAME_ON_AN_INDEX = re.compile(r"\bpip3? install\b[^\n]*?[\s'\"`\\]tfrep[-_.
 
 def test_nothing_installs_the_package_by_its_name() -> None:
     """The name is not registered, so a stranger may register it."""
-    folders = ("tfrep_strategy", "docs", "notebooks", "benchmarks", "deploy", ".ci")
+    folders = ("tfrep_strategy", "docs", "notebooks", "examples", "benchmarks", "deploy", ".ci")
     paths = [*_REPOSITORY.glob("*"), *(path for folder in folders for path in (_REPOSITORY / folder).rglob("*"))]
     texts = {path: path.read_text("utf-8", errors="ignore") for path in paths if path.is_file()}
     assert {_REPOSITORY / "README.md", _REPOSITORY / "tfrep_strategy" / "errors.py"} <= set(texts)

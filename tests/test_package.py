@@ -13,6 +13,7 @@ import sysconfig
 import tarfile
 import tomllib
 import zipfile
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -35,13 +36,13 @@ def _run(command, **options):
     return done.stdout
 
 
-def _build(folder: Path) -> dict[str, Path]:
+def _build(folder: Path, **environ: str) -> dict[str, Path]:
     """Builds from a copy, so that nothing is left in the checkout. Returns the wheel and the source archive."""
     source = folder / "source"
     ignored = shutil.ignore_patterns(".git", ".*_cache", "__pycache__")
     # Every file gets the time of the copy.
     shutil.copytree(_REPOSITORY, source, symlinks=True, ignore=ignored, copy_function=shutil.copyfile)
-    _run([sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, source])
+    _run([sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, source], env=os.environ | environ)
     return {"wheel": next(folder.glob("*.whl")), "source": next(folder.glob("*.tar.gz"))}
 
 
@@ -146,6 +147,14 @@ def test_a_second_build_gives_the_same_bytes(archives, tmp_path):
     assert {kind: path.read_bytes() for kind, path in _build(tmp_path).items()} == {
         kind: path.read_bytes() for kind, path in archives.items()
     }
+
+
+def test_a_build_has_the_time_that_it_is_given(tmp_path):
+    time = 1_796_000_000  # In November 2026.
+    built = _build(tmp_path, SOURCE_DATE_EPOCH=str(time))
+    with zipfile.ZipFile(built["wheel"]) as wheel, tarfile.open(built["source"]) as source:
+        assert {each.date_time for each in wheel.infolist()} == {datetime.fromtimestamp(time, UTC).timetuple()[:6]}
+        assert {each.mtime for each in source.getmembers()} == {time}
 
 
 def test_archives_can_be_published(archives):

@@ -98,9 +98,9 @@ def in_processes(strategy: Any) -> None:
         assert np.array(shapes).tolist() == [[2, 0], [4, 0], [4, 0], [1, 0], *[[0, 2]] * 4]
 
 
-def through_folder(strategy: Any, scripts: str, folder: str) -> None:
-    sys.path.insert(0, scripts)
-    from folder_transport import FolderCommunicator
+def through_folder(strategy: Any, examples: str, folder: str) -> None:
+    sys.path.insert(0, examples)
+    from own_transport import FolderCommunicator
 
     own = FolderCommunicator(strategy.communicator, Path(folder))
     check(own_and_default(own), own.size)
@@ -126,7 +126,7 @@ def test_shared_memory(worker_pool: Any) -> None:
 
 @pytest.mark.lane("wires")
 def test_a_transport_of_ones_own(worker_pool: Any, tmp_path: Path) -> None:
-    worker_pool("tf", 2).run(through_folder, str(Path(__file__).parent / "scripts"), str(tmp_path))
+    worker_pool("tf", 2).run(through_folder, str(Path(__file__).parents[2] / "examples"), str(tmp_path))
 
 
 def test_a_single_process() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import subprocess
@@ -25,6 +26,7 @@ from tfrep_strategy.communicators import make_communicator
 from tfrep_strategy.errors import ConfigurationError
 
 _SCRIPTS = Path(__file__).parent / "scripts"
+_EXAMPLES = Path(__file__).parents[2] / "examples"
 _ALONE = SimpleNamespace(rank=0, size=1, addresses=None, name="alone")
 
 
@@ -40,17 +42,17 @@ def train(strategy: Any) -> tuple[list[np.ndarray], dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def folder_transport(scripts: str, folder: str) -> Iterator[type[tfrep.Communicator]]:
+def folder_transport(examples: str, folder: str) -> Iterator[type[tfrep.Communicator]]:
     """Gives the class of the transport, and leaves a process of a pool as it was."""
-    path, variables = mock.patch.object(sys, "path", [scripts, *sys.path]), mock.patch.dict(os.environ, FOLDER_TRANSPORT=folder)
+    path, variables = mock.patch.object(sys, "path", [examples, *sys.path]), mock.patch.dict(os.environ, TALK_FOLDER=folder)
     with path, variables, mock.patch.dict("tfrep_strategy.cluster.transports._registered"):
-        from folder_transport import FolderCommunicator
+        from own_transport import FolderCommunicator
 
         yield FolderCommunicator
 
 
-def train_through_folder(strategy: Any, scripts: str, folder: str) -> tuple[list[np.ndarray], dict[str, Any], float]:
-    with folder_transport(scripts, folder) as kind:
+def train_through_folder(strategy: Any, examples: str, folder: str) -> tuple[list[np.ndarray], dict[str, Any], float]:
+    with folder_transport(examples, folder) as kind:
         tfrep.register_communicator("folder", kind)
         own = tfrep.MultiWorkerStrategy("folder")
         assert own.communicator.name == "folder"
@@ -61,7 +63,7 @@ def train_through_folder(strategy: Any, scripts: str, folder: str) -> tuple[list
 
 def test_a_registered_transport_trains(tmp_path: Path, worker_pool: Any) -> None:
     weights, history = train(tf.distribute.get_strategy())
-    found = worker_pool("tf", 2).run(train_through_folder, str(_SCRIPTS), str(tmp_path))
+    found = worker_pool("tf", 2).run(train_through_folder, str(_EXAMPLES), str(tmp_path))
     for rank, (rank_weights, rank_history, alone) in enumerate(found):
         for own, want in zip(rank_weights, weights, strict=True):
             np.testing.assert_allclose(own, want, rtol=1e-5, atol=1e-6)
@@ -69,9 +71,9 @@ def test_a_registered_transport_trains(tmp_path: Path, worker_pool: Any) -> None
         assert alone == rank + 1.0
 
 
-def differ(strategy: Any, scripts: str, folder: str) -> list[str]:
+def differ(strategy: Any, examples: str, folder: str) -> list[str]:
     own = {**versions(), **({"Keras": "3.0"} if strategy.rank == 1 else {})}
-    with folder_transport(scripts, folder) as kind:
+    with folder_transport(examples, folder) as kind:
         made = kind(strategy.extended.environment)  # type: ignore[call-arg]
     with mock.patch("tfrep_strategy.communicators.versions", return_value=own), pytest.raises(ConfigurationError) as caught:
         tfrep.MultiWorkerStrategy(made)
@@ -80,7 +82,7 @@ def differ(strategy: Any, scripts: str, folder: str) -> list[str]:
 
 def test_ranks_of_different_versions_are_refused(tmp_path: Path, worker_pool: Any) -> None:
     """Here no meeting of ours has compared them."""
-    first, second = worker_pool("tf", 2).run(differ, str(_SCRIPTS), str(tmp_path))
+    first, second = worker_pool("tf", 2).run(differ, str(_EXAMPLES), str(tmp_path))
     assert first == second
     assert first[0].startswith(f"Rank 1 has Keras 3.0, and rank 0 has {keras.__version__}. Received: communicator='folder'")
     assert first[1] == "Hint: install the same versions everywhere."
@@ -90,16 +92,14 @@ def test_ranks_of_different_versions_are_refused(tmp_path: Path, worker_pool: An
 def test_an_installed_transport_has_a_name_in_every_process(tmp_path: Path) -> None:
     site = tmp_path / "site"
     site.mkdir()
-    shutil.copy(_SCRIPTS / "folder_transport.py", site)
+    shutil.copy(_EXAMPLES / "own_transport.py", site)
     about = site / "folder_transport-1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: folder-transport\nVersion: 1.0\n", "utf-8")
-    (about / "entry_points.txt").write_text(
-        "[tfrep_strategy.communicators]\nfolder = folder_transport:FolderCommunicator\n", "utf-8"
-    )
+    (about / "entry_points.txt").write_text("[tfrep_strategy.communicators]\nfolder = own_transport:FolderCommunicator\n", "utf-8")
     command = [sys.executable, "-m", "tfrep_strategy.cli", "run", "-n", "2", "--log-dir", str(tmp_path / "logs")]
     paths = os.pathsep.join([str(site), *filter(None, sys.path)])
-    environ = os.environ | {"PYTHONPATH": paths, "FOLDER_TRANSPORT": str(tmp_path / "talk"), "CUDA_VISIBLE_DEVICES": ""}
+    environ = os.environ | {"PYTHONPATH": paths, "TALK_FOLDER": str(tmp_path / "talk"), "CUDA_VISIBLE_DEVICES": ""}
 
     def run(*arguments: str) -> tuple[int, str]:
         done = subprocess.run(
@@ -114,6 +114,18 @@ def test_an_installed_transport_has_a_name_in_every_process(tmp_path: Path) -> N
     assert code == 2
     assert "Unknown communicator. Received: communicator='tray'" in text
     assert "use auto, horovod, tf, mpi, shared_memory, folder." in text
+
+
+@pytest.mark.lane("wires")
+def test_the_example_trains_what_one_device_trains(tmp_path: Path) -> None:
+    paths = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(
+        [sys.executable, str(_EXAMPLES / "own_transport.py")],
+        env=os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""},
+        cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["difference"] < 1e-5
 
 
 class Alone(tfrep.communicators.SingleCommunicator):

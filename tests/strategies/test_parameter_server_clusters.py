@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +115,18 @@ def test_one_script_on_all_tasks(tmp_path: Path, tasks: object) -> None:
         for process in processes:
             process.kill()
             process.communicate()
+
+
+def test_the_example_learns(tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "parameter_servers.py"
+    command = [sys.executable, str(example), "--epochs", "3", "--steps", "40"]
+    paths = os.pathsep.join(filter(None, sys.path))
+    environ = os.environ | {"PYTHONPATH": paths, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["loss"][-1] < 0.8 * found["loss"][0]
+    assert {path.name for path in tmp_path.iterdir()} == {"ratings.keras"}
 
 
 def test_a_server_does_not_wait_for_ever_for_a_coordinator(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import tfrep_strategy
 pytestmark = pytest.mark.lane("packages")
 
 _SCRIPTS = Path(__file__).with_name("scripts")
+_EXAMPLES = Path(__file__).parents[3] / "examples"
 _ROOT = str(Path(tfrep_strategy.__file__).parents[1])
 
 
@@ -99,6 +100,21 @@ def test_models_of_packages(tmp_path: Path, package: str, monkeypatch: pytest.Mo
     for found in _of_ranks(tmp_path, "built_with.py", package):
         for own, of_one in zip(found, expected, strict=True):
             np.testing.assert_allclose(own, of_one, rtol=1e-4)
+
+
+def test_the_example_of_lora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("keras_hub")
+    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
+    example = [str(_EXAMPLES / "gpt2_lora.py"), "--preset", "none", "--texts", "64", "--epochs", "2"]
+    found = []
+    for command in (example, ["-m", "tfrep_strategy.cli", "run", "-n", "2", *example]):
+        done = _run(tmp_path, *command)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    one_device, replicas = found
+    assert replicas["trained"] == one_device["trained"]
+    for name, values in one_device["history"].items():
+        np.testing.assert_allclose(replicas["history"][name], values, rtol=1e-4)
 
 
 def test_a_randomized_search_of_scikit_learn(tmp_path: Path) -> None:
