@@ -31,10 +31,10 @@ def make_texts(count: int) -> list[str]:
 
 
 def small_model(length: int) -> keras_hub.models.GPT2CausalLM:
-    """Returns a GPT-2 with random weights, whose tokens are letters."""
-    letters = ["<|endoftext|>", *"abcdefghijklmnopqrstuvwxyz", "\u0120"]  # The last is a space.
+    """Returns a GPT-2 with random weights, whose tokens are letters and one pair of them."""
+    letters = [*"abcdefghijklmnopqrstuvwxyz", "\u0120", "on", "<|endoftext|>"]  # U+0120 is a space.
     vocabulary = {letter: i for i, letter in enumerate(letters)}
-    tokenizer = keras_hub.models.GPT2Tokenizer(vocabulary, merges=[])
+    tokenizer = keras_hub.models.GPT2Tokenizer(vocabulary, merges=["o n"])
     backbone = keras_hub.models.GPT2Backbone(
         vocabulary_size=len(letters),
         num_layers=2,

@@ -1,4 +1,4 @@
-"""A Slurm cluster of one node: `munged`, `slurmctld` and `slurmd` as child processes, with everything in one folder."""
+"""A Slurm cluster on this machine: `munged`, `slurmctld` and a `slurmd` for each node as child processes, all in one folder."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ ClusterName=tfrep
 SlurmctldHost={host}(127.0.0.1)
 SlurmUser={user}
 SlurmdUser={user}
-SlurmctldPort={ports[0]}
-SlurmdPort={ports[1]}
+SlurmctldPort={port}
 FirstJobId={first_job}
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
 CredType=cred/munge
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SwitchType=switch/none
@@ -40,9 +39,14 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
 ReturnToService=2
-NodeName={host} NodeAddr=127.0.0.1 CPUs=2 State=UNKNOWN
+GresTypes=gpu
+{nodes}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
+
+_NODE = "NodeName={node} NodeAddr=127.0.0.1 Port={port} CPUs=2 State=UNKNOWN"
+_GPUS = "NodeName={node} Name=gpu File=/dev/null\nNodeName={node} Name=gpu File=/dev/zero\n"
+"""Devices that stand for two GPUs: Slurm hands them out, and tells processes their numbers."""
 
 _START_SECONDS = 60.0
 
@@ -74,40 +78,50 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster(folder: Path) -> Iterator[Cluster]:
+def cluster(folder: Path, *nodes: str, gpus: bool = False) -> Iterator[Cluster]:
     """Starts the daemons, and ends them.
 
     Args:
         folder: Where they keep their files.
+        nodes: Names of this machine; by default its own one.
+        gpus: Whether each node is said to have two GPUs.
     """
-    for name in ("state", "spool"):
-        (folder / name).mkdir()
+    nodes = nodes or (socket.gethostname(),)
+    (folder / "state").mkdir()
+    for node in nodes:
+        (folder / f"spool-{node}").mkdir()
     key = folder / "munge.key"
     key.write_bytes(secrets.token_bytes(128))
     key.chmod(0o600)
     configuration = folder / "slurm.conf"
     # The ports of ranks follow from the number of their job: those of two clusters of one machine should differ.
     first_job = 1 + secrets.randbelow(10_000)
+    host = socket.gethostname()
+    controller, *ports = free_ports(1 + len(nodes))
+    lines = [_NODE.format(node=node, port=port) + " Gres=gpu:2" * gpus for node, port in zip(nodes, ports, strict=True)]
     text = _CONFIGURATION.format(
-        host=socket.gethostname(), user=getpass.getuser(), ports=free_ports(2), folder=folder, first_job=first_job
+        host=host, user=getpass.getuser(), port=controller, folder=folder, first_job=first_job, nodes="\n".join(lines)
     )
     configuration.write_text(text, "utf-8")
+    (folder / "gres.conf").write_text("".join(_GPUS.format(node=node) for node in nodes if gpus), "utf-8")
     made = Cluster(folder)
     files = {"socket": "socket", "key-file": "key", "pid-file": "pid", "log-file": "daemon", "seed-file": "seed"}
     munged = ["munged", "--foreground", "--force", *(f"--{option}={folder}/munge.{name}" for option, name in files.items())]
     with contextlib.ExitStack() as daemons:
-        daemons.enter_context(_daemon(munged, folder))
+        daemons.enter_context(_daemon(munged, folder / "munged.log"))
         _wait_for(made, (folder / "munge.socket").exists)
-        daemons.enter_context(_daemon(["slurmctld", "-D", "-f", str(configuration)], folder))
-        daemons.enter_context(_daemon(["slurmd", "-D", "-f", str(configuration)], folder))
+        daemons.enter_context(_daemon(["slurmctld", "-D", "-f", str(configuration)], folder / "slurmctld.log"))
+        for node in nodes:
+            slurmd = ["slurmd", "-D", "-f", str(configuration), "-N", node]
+            daemons.enter_context(_daemon(slurmd, folder / f"slurmd-{node}.log"))
         _wait_for(made, lambda: _is_idle(made))
         yield made
 
 
 @contextlib.contextmanager
-def _daemon(command: list[str], folder: Path) -> Iterator[None]:
-    with open(folder / f"{command[0]}.log", "wb") as log:
-        daemon = subprocess.Popen(command, env=environ(), stdout=log, stderr=log)
+def _daemon(command: list[str], log: Path) -> Iterator[None]:
+    with open(log, "wb") as file:
+        daemon = subprocess.Popen(command, env=environ(), stdout=file, stderr=file)
     try:
         yield
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shlex
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.lane("engines")
 
 DEPLOY = REPOSITORY / "deploy"
 KINDS = ("indexed_job", "tf_job", "train_job")
+INDEXED = ("indexed_job", "gpu_job")
 
 
 def read(kind: str) -> dict[str, Any]:
@@ -30,7 +32,7 @@ def read(kind: str) -> dict[str, Any]:
 def pods(kind: str) -> Iterator[dict[str, Any]]:
     """Gives the templates of the pods of a manifest."""
     objects = read(kind)
-    if kind == "indexed_job":
+    if kind in INDEXED:
         yield objects["Job"]["spec"]["template"]
     elif kind == "tf_job":
         yield from (each["template"] for each in objects["TFJob"]["spec"]["tfReplicaSpecs"].values())
@@ -44,8 +46,9 @@ def check_schema(thing: dict[str, Any]) -> None:
     validate.validate(thing, validate.latest_version(), strict=True)
 
 
-def test_kubernetes_takes_the_indexed_job() -> None:
-    for thing in read("indexed_job").values():
+@pytest.mark.parametrize("kind", INDEXED)
+def test_kubernetes_takes_the_indexed_jobs(kind: str) -> None:
+    for thing in read(kind).values():
         check_schema(thing)
         changed = copy.deepcopy(thing)
         changed["spec"]["compltions"] = 2
@@ -53,7 +56,7 @@ def test_kubernetes_takes_the_indexed_job() -> None:
             check_schema(changed)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "gpu_job"])
 def test_kubernetes_takes_the_pods(kind: str) -> None:
     for template in pods(kind):
         spec = {"restartPolicy": "OnFailure"} | template["spec"]
@@ -86,7 +89,7 @@ def variables(kind: str, index: int) -> dict[str, str]:
     (container,) = template["spec"]["containers"]
     own = {each["name"]: each["value"] for each in container.get("env", [])}
     objects = read(kind)
-    if kind == "indexed_job":
+    if kind in INDEXED:
         return own | {"JOB_COMPLETION_INDEX": str(index)}
     if kind == "tf_job":
         (port,) = container["ports"]
@@ -133,6 +136,29 @@ def test_pods_are_ranks(kind: str, environment: str, address: str, index: int, m
         assert job["spec"]["completions"] == job["spec"]["parallelism"] == found.size
 
 
+def replaced(variables: dict[str, str], texts: dict[str, str]) -> dict[str, str]:
+    """Returns variables of a pod for a process of this machine."""
+    for of_pod, of_test in texts.items():
+        variables = {name: value.replace(of_pod, of_test) for name, value in variables.items()}
+    return variables
+
+
+def outputs_of(commands: list[list[str]], variables: list[dict[str, str]], folder: Path) -> list[str]:
+    """Runs the commands of pods at the same time, and returns what each has printed."""
+    started = [
+        subprocess.Popen(command, cwd=folder, env=environ(**own), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for command, own in zip(commands, variables, strict=True)
+    ]
+    try:
+        outputs = [pod.communicate(timeout=LIMIT) for pod in started]
+    finally:
+        for pod in started:
+            pod.kill()
+            pod.wait()
+    assert [pod.returncode for pod in started] == [0, 0], [error[-3000:] for _, error in outputs]
+    return [output for output, _ in outputs]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_command_of_the_pods_makes_a_run(kind: str, tmp_path: Path) -> None:
     """Two processes with the variables of the pods. Their hosts are this machine, and the secret is a file."""
@@ -146,24 +172,29 @@ def test_the_command_of_the_pods_makes_a_run(kind: str, tmp_path: Path) -> None:
         "train-worker-0.default.svc:2222": f"localhost:{port}", "train-worker-1.default.svc:2222": f"localhost:{other}",
         "/secret/secret": str(secret),
     }  # fmt: skip
-    started = []
-    for index in range(2):
-        set_here = variables(kind, index)
-        for away, local in here.items():
-            set_here = {name: value.replace(away, local) for name, value in set_here.items()}
-        started.append(
-            subprocess.Popen(
-                [*RUN, JOINS], cwd=tmp_path, env=environ(**set_here), text=True,
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            )
-        )  # fmt: skip
-    try:
-        outputs = [pod.communicate(timeout=LIMIT) for pod in started]
-    finally:
-        for pod in started:
-            pod.kill()
-            pod.wait()
-    assert [pod.returncode for pod in started] == [0, 0], [error[-3000:] for _, error in outputs]
+    outputs = outputs_of([[*RUN, JOINS]] * 2, [replaced(variables(kind, index), here) for index in range(2)], tmp_path)
     # The pods of the test are on one machine, which a run with a rendezvous does not ask for.
     communicator = "shared_memory" if kind == "tf_job" else "tf"
-    check_ranks([each for output, _ in outputs for each in found_in(output)], communicator)
+    check_ranks([each for output in outputs for each in found_in(output)], communicator)
+
+
+def test_the_launchers_of_pods_with_gpus_make_a_run(tmp_path: Path) -> None:
+    """As above. Each pod starts one rank, in place of one for each of its GPUs."""
+    secret = tmp_path / "secret"
+    secret.touch(mode=0o600)
+    secret.write_text("a secret of this test", "utf-8")
+    (template,) = pods("gpu_job")
+    (container,) = template["spec"]["containers"]
+    *shell, command = container["command"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == int(command.split(" -n ")[1].split()[0])
+    job, service = (read("gpu_job")[each] for each in ("Job", "Service"))
+    assert job["spec"]["completions"] == job["spec"]["parallelism"] == int(command.split(" --nnodes ")[1].split()[0])
+    assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
+    assert f" --rendezvous train-0.train:{service['spec']['ports'][0]['port']} " in command
+    (port,) = free_ports(1)
+    here = {"train-0.train:29500": f"localhost:{port}", "-n 4": "-n 1", "train.py": JOINS, "tfrep run": shlex.join(RUN)}
+    for of_pod, of_test in here.items():
+        command = command.replace(of_pod, of_test)
+    environs = [replaced(variables("gpu_job", index), {"/secret/secret": str(secret)}) for index in range(2)]
+    outputs = outputs_of([[*shell, command]] * 2, environs, tmp_path)
+    check_ranks([each for output in outputs for each in found_in(output)], "tf")

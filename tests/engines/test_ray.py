@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import tempfile
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from needs import needs_ray
-from starting import done, found_in
+from starting import GOES_ON, REPOSITORY, check_fits, done, found_in
 
 SCRIPTS = Path(__file__).with_name("scripts")
 
@@ -40,6 +41,21 @@ def test_workers_of_ray_learn_what_one_device_learns(tmp_path: Path) -> None:
     assert (in_ray["ranks"], in_ray["communicator"]) == ([0, 1], "shared_memory")
     assert alone["ranks"] == [0]
     check_learned(in_ray, alone)
+
+
+def test_the_recipe_runs_a_script(one_device: list[Any], tmp_path: Path) -> None:
+    """With two workers on CPUs. Ray is started before, in its own folder."""
+    (recipe,) = re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs/recipes/clusters.md").read_text("utf-8"), re.DOTALL)
+    for of_page, of_test in {"/shared/project/train.py": GOES_ON, "num_workers=8, use_gpu=True": "num_workers=2"}.items():
+        assert of_page in recipe
+        recipe = recipe.replace(of_page, of_test)
+    with tempfile.TemporaryDirectory(prefix="ray") as folder:  # Its sockets need a short name.
+        started = (
+            f"import ray\nray.init(num_cpus=3, include_dashboard=False, object_store_memory=100 << 20, _temp_dir={folder!r})\n"
+        )
+        (tmp_path / "ray_train.py").write_text(f"{started}{recipe}ray.shutdown()\n", "utf-8")
+        output, errors = done([sys.executable, "ray_train.py"], tmp_path, RAY_USAGE_STATS_ENABLED="0", HOME=folder)
+    check_fits(output + errors, one_device)
 
 
 def test_shards_of_ray_data_are_the_parts_of_a_batch(tmp_path: Path) -> None:

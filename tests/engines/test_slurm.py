@@ -85,6 +85,31 @@ def test_the_body_of_a_batch_script_is_one_process(slurm: Cluster, one_device: l
     check_fits(finished(slurm, job, output), one_device)
 
 
+def test_a_job_of_two_nodes_with_gpus(one_device: list[Any], tmp_path: Path) -> None:
+    """The script of docs/recipes/clusters.md, with two tasks and two GPUs, which devices stand for, on each node."""
+    (script,) = re.findall(
+        r"```bash\n(#!/bin/bash\n.*?)```", (REPOSITORY / "docs/recipes/clusters.md").read_text("utf-8"), re.DOTALL
+    )
+    here = {
+        "per-node=4": "per-node=2",
+        "cpus-per-task=8": "cpus-per-task=1",
+        "%x-%j.out": "output.txt",
+        "source venv/bin/activate": "",
+    }
+    for of_page, of_test in {**here, "tfrep run train.py": " ".join([*RUN, "--communicator", "tf", GOES_ON])}.items():
+        assert of_page in script
+        script = script.replace(of_page, of_test)
+    (tmp_path / "cluster").mkdir()
+    (tmp_path / "job.sh").write_text(f"{script}srun --label env\n", "utf-8")
+    with cluster(tmp_path / "cluster", "127.0.0.2", "127.0.0.3", gpus=True) as slurm:
+        job = slurm.ask("sbatch", "--parsable", f"--chdir={tmp_path}", str(tmp_path / "job.sh"))
+        text = finished(slurm, job, tmp_path / "output.txt")
+    check_fits(text, one_device)
+    tasks = re.findall(r"(\d): SLURMD_NODENAME=(.*)", text)
+    assert sorted(tasks) == [("0", "127.0.0.2"), ("1", "127.0.0.2"), ("2", "127.0.0.3"), ("3", "127.0.0.3")]
+    assert re.findall(r"CUDA_VISIBLE_DEVICES=(.*)", text) == ["0,1"] * 4
+
+
 def in_terminal(*command: str) -> list[str]:
     """Returns a command whose standard input is a terminal."""
     return ["script", "--quiet", "--return", "--command", shlex.join(command), "/dev/null"]
