@@ -3,7 +3,7 @@
     python examples/digits_cnn.py
     tfrep run -n 2 examples/digits_cnn.py
 
-Both print the same losses, up to rounding, and a test accuracy of about 0.96. The
+Both print the same losses, up to rounding, and a test accuracy of about 0.93. The
 digits come with tfrep_strategy. Half a minute on two cores.
 """
 
