@@ -164,7 +164,7 @@ def test_archives_can_be_published(archives):
 def test_source_archive_has_what_tests_and_docs_need(archives):
     with tarfile.open(archives["source"]) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
-    for folder, suffix in {"tests": "py", "docs": "md", "notebooks": "ipynb", "benchmarks": "py"}.items():
+    for folder, suffix in {"tests": "py", "docs": "md", "notebooks": "ipynb", "benchmarks": "py", "examples": "py"}.items():
         files = {path.relative_to(_REPOSITORY).as_posix() for path in (_REPOSITORY / folder).rglob(f"*.{suffix}")}
         assert files
         assert files <= held
