@@ -47,9 +47,14 @@ class FolderCommunicator(tfrep.Communicator):
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], op: str = "sum") -> list[tf.Tensor]:
         self.check_op(op)
-        reduce = {"sum": np.sum, "mean": np.mean, "min": np.min, "max": np.max, "product": np.prod}[
-            op
-        ]
+        reductions: dict[str, Callable[..., Any]] = {
+            "sum": np.sum,
+            "mean": np.mean,
+            "min": np.min,
+            "max": np.max,
+            "product": np.prod,
+        }
+        reduce = reductions[op]
         return [
             tf.ensure_shape(
                 self._talk(tensor, lambda parts: reduce(np.stack(parts), 0).astype(parts[0].dtype)),

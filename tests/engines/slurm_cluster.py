@@ -67,10 +67,10 @@ class Cluster:
         asked = subprocess.run(command, env=environ(**self.variables), capture_output=True, text=True, timeout=LIMIT, check=True)
         return asked.stdout.strip()
 
-    def state(self, job: str) -> str:
-        """Returns the state of a job, such as "RUNNING"."""
+    def state(self, job: str, field: str = "JobState") -> str:
+        """Returns the state of a job, such as "RUNNING", or another field of its description."""
         shown = self.ask("scontrol", "show", "job", "--oneliner", job)
-        return shown.partition("JobState=")[2].partition(" ")[0]
+        return shown.partition(f"{field}=")[2].partition(" ")[0]
 
     def logs(self) -> str:
         """Returns the ends of what the daemons have written."""

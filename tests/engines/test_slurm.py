@@ -44,8 +44,8 @@ def finished(slurm: Cluster, job: str, output: Path, seconds: float = 120.0) -> 
     """Waits until a job has ended well, and returns its output. A job that waits to start again starts now."""
     deadline = time.monotonic() + seconds
     while (state := slurm.state(job)) in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED"):
-        assert time.monotonic() < deadline, output.read_text("utf-8")[-3000:] + slurm.logs()
-        if state == "PENDING":
+        assert time.monotonic() < deadline, (output.read_text("utf-8")[-3000:] if output.exists() else state) + slurm.logs()
+        if state == "PENDING" and slurm.state(job, "Restarts") != "0":
             time.sleep(3.0)  # A job that starts in the second in which it was ended counts as ended.
             with contextlib.suppress(subprocess.CalledProcessError):  # It has started meanwhile.
                 slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
