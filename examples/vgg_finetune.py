@@ -5,7 +5,7 @@
 
 The pictures are digits that come with tfrep_strategy. It prints the losses of both
 phases and the test accuracy. Keras downloads the weights once (58 MB);
-`--weights none` starts from random ones. Some minutes on two cores.
+`--weights none` starts from random ones. Three minutes on two cores.
 """
 
 from __future__ import annotations
