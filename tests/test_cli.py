@@ -128,8 +128,16 @@ def test_a_rank_that_dies_ends_the_run(tmp_path, death, code, shown):
     assert not ranks_of(word)
 
 
-@pytest.mark.parametrize("options", [["-n", "2"], ["--strategy", "parameter-server", "--workers", "1"]], ids=" ".join)
-def test_what_only_watches_is_small_and_ranks_start_quietly(tmp_path, options):
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (["-n", "2"], "tfrep: 2 replicas on this machine (CPU), "),
+        (["--strategy", "parameter-server", "--workers", "1"], "tfrep: 1 worker and 1 parameter server on this machine"),
+        (["-q", "-n", "2"], ""),
+    ],
+    ids=["ranks", "servers", "quiet"],
+)
+def test_what_only_watches_is_small_and_ranks_start_quietly(tmp_path, options, what):
     unset = environ()
     del unset["TF_CPP_MIN_LOG_LEVEL"]
     command = [sys.executable, "-m", "tfrep_strategy.cli", "run", *options, str(SCRIPTS / "watched.py")]
@@ -146,7 +154,9 @@ def test_what_only_watches_is_small_and_ranks_start_quietly(tmp_path, options):
             process.terminate()
             process.communicate(timeout=LIMIT)
         errors.seek(0)
-        warning, source, error, *rest = errors.read().splitlines()
+        said, *lines = errors.read().splitlines()
+    warning, source, error, *rest = lines if what else [said, *lines]
+    assert said.startswith(what)
     assert warning.endswith("watched.py:7: UserWarning: the script's warning")
     assert "warnings.warn" in source
     assert error == "the script's error"

@@ -10,7 +10,7 @@ import pynvml
 import pytest
 
 from tfrep_strategy.cluster import hardware, identity, transports
-from tfrep_strategy.cluster.hardware import MOST_SHARING, Nccl, driver_cuda, find_nccl, gpus_are_visible, nccl_problem
+from tfrep_strategy.cluster.hardware import MOST_SHARING, Nccl, driver_cuda, find_nccl, gpus_are_visible, nccl_problem, visible_gpus
 from tfrep_strategy.cluster.horovod import build
 from tfrep_strategy.cluster.transports import choose_communicator, horovod_transports
 
@@ -113,7 +113,7 @@ def test_transports_of_a_made_up_library(tmp_path, monkeypatch, built_in):
 
 @pytest.mark.parametrize(
     ("count", "chosen", "visible"),
-    [(0, None, False), (8, None, True), (8, "3", True), (8, "", False), (8, "-1", False), (1, "GPU-6f2b", True)],
+    [(0, None, 0), (8, None, 8), (8, "3", 1), (8, "0,7,8,1", 2), (8, "", 0), (8, "-1", 0), (8, "1,-1,2", 1), (1, "GPU-6f2b", 1)],
 )
 def test_visible_gpus_of_a_made_up_driver(monkeypatch, count, chosen, visible):
     monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
@@ -123,7 +123,8 @@ def test_visible_gpus_of_a_made_up_driver(monkeypatch, count, chosen, visible):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if chosen is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
-    assert gpus_are_visible() is visible
+    assert visible_gpus() == visible
+    assert gpus_are_visible() is (visible > 0)
     assert driver_cuda() == "12.8"
 
 

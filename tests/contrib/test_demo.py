@@ -13,7 +13,7 @@ from matplotlib.image import imread
 from raising import refuses
 from rich.console import Console
 
-from tfrep_strategy.cluster.hardware import problem_of_sharing
+from tfrep_strategy.cluster.hardware import problem_of_sharing, visible_gpus
 from tfrep_strategy.cluster.identity import horovod_is_installed
 from tfrep_strategy.contrib import demo
 from tfrep_strategy.errors import PeerError
@@ -63,6 +63,12 @@ def test_table_has_a_line_for_each_variant(shown):
     assert str(picture) in text.replace("\n", "")
 
 
+def test_it_says_why_replicas_on_cores_are_not_faster_and_at_last_how_long_it_took(shown):
+    _, text, _ = shown
+    assert ("Do not expect two replicas to be faster here: they share the " in text) == (visible_gpus() < 2)
+    assert re.fullmatch(r"\d+ s in all, most of them to start Python and TensorFlow\.", text.splitlines()[-1])
+
+
 def test_picture_is_a_picture(shown):
     pixels = imread(shown[2])
     assert pixels.shape[0] > 300
@@ -78,7 +84,7 @@ def test_without_matplotlib_it_shows_the_table_and_how_to_get_the_picture(monkey
     assert "test accuracy" in output.getvalue()
     first_command = re.search(r"^pip install .* && tfrep demo$", (_REPOSITORY / "README.md").read_text("utf-8"), re.MULTILINE)
     assert first_command is not None
-    assert output.getvalue().splitlines()[-1].endswith(f": {first_command[0]}")
+    assert output.getvalue().splitlines()[-2].endswith(f": {first_command[0]}")
     assert not (tmp_path / "demo.png").exists()
 
 

@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -18,8 +19,9 @@ import tfrep_strategy as tfrep
 from tfrep_strategy.cluster.hardware import SHARES_MEMORY, gpus_are_visible
 from tfrep_strategy.cluster.identity import horovod_is_installed, identities, inherited_environ
 from tfrep_strategy.cluster.rendezvous.connections import free_ports
+from tfrep_strategy.running import runs
 from tfrep_strategy.running.ranks import deferred_signals
-from tfrep_strategy.running.runs import Options, run_to_end
+from tfrep_strategy.running.runs import Options, Round, run_to_end
 from tfrep_strategy.running.scope import run_strategy_scope
 
 pytestmark = pytest.mark.lane("launchers")
@@ -65,6 +67,29 @@ def test_a_program_that_nobody_launched(monkeypatch: pytest.MonkeyPatch) -> None
 def test_several_processes_are_the_replicas() -> None:
     assert Options(2).resolved_strategy == Options(hosts="a:2,b:2").resolved_strategy == "multi-worker"
     assert Options(2, strategy="mirrored").resolved_strategy == "mirrored"
+
+
+@pytest.mark.lane("quick")
+@pytest.mark.parametrize(
+    ("given", "gpus", "said"),
+    [
+        ({}, 0, "1 replica on this machine (CPU); `tfrep run -n 2` starts two"),
+        ({"num_replicas": 1}, 0, "1 replica on this machine (CPU)"),
+        ({"num_replicas": 2}, 0, "2 replicas on this machine (CPU), tf; logs in logs, kept if it fails"),
+        ({"num_replicas": 2, "log_dir": "logs"}, 1, "2 replicas on this machine (1 GPU), tf; logs in logs"),
+        ({}, 4, "4 replicas on this machine (4 GPUs), in one process"),
+        ({"strategy": "mirrored"}, 4, "4 replicas on this machine (4 GPUs), in one process"),
+        ({"strategy": "multi-worker", "log_dir": "logs"}, 4, "4 replicas on this machine (4 GPUs), tf; logs in logs"),
+        ({"strategy": "multi-worker"}, 0, "1 replica on this machine (CPU); `tfrep run -n 2` starts two"),
+    ],
+)
+def test_what_a_run_takes_and_says(given: dict[str, Any], gpus: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without -n it takes all GPUs. On CPUs it says how to get more replicas."""
+    monkeypatch.setattr(runs, "visible_gpus", lambda: gpus)
+    options = Options(**given)
+    assert runs._what_runs(options, Round(0, SimpleQueue()), "tf", Path("logs")) == said
+    in_one_process = said.endswith("in one process")
+    assert options.processes == (1 if in_one_process else int(said.split()[0]))
 
 
 on_cpus = pytest.mark.skipif(not SHARES_MEMORY or gpus_are_visible(), reason="shared memory is chosen on Linux, without GPUs")

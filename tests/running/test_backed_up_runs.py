@@ -62,7 +62,7 @@ def test_a_run_that_is_killed_inside_epochs_ends_as_one_device(kind: str, undist
     kill = json.dumps(["self", signal.SIGKILL, [[rank, 1, 1, 5]]])
     output, said = ended([*RUN, *KINDS[kind], "--max-restarts", "1", SCRIPT, kill], tmp_path)
     check(fits_in(output), undisturbed)
-    assert said.count("Each fit goes on from its last backup.") == 1
+    assert said.count("Each fit resumes from its last backup.") == 1
     assert "this fit was finished before. It is not repeated." in said
     # The kill may come before the last backup is on the disk.
     assert re.search("fit goes on from its backup: epoch 1, batch [45].", said)

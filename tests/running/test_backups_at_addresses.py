@@ -61,7 +61,7 @@ def test_a_killed_run_goes_on_from_a_bucket(bucket: dict[str, str], undisturbed:
     run = [*RUN, "-n", "2", "--communicator", "shared_memory", "--max-restarts", "1", "--backup-dir", "gs://bucket/run", SCRIPT]
     output, said = ended([*run, json.dumps(["self", signal.SIGKILL, [[1, 1, 1, 5]]])], tmp_path, **bucket)
     check(fits_in(output), undisturbed)
-    assert "Each fit goes on from its last backup." in said
+    assert "Each fit resumes from its last backup." in said
     assert "fit goes on from its backup: epoch" in said
     assert said_by(LISTS, "gs://bucket/run", **bucket)[0] == "False\n"
     assert list(tmp_path.iterdir()) == []

@@ -105,7 +105,7 @@ def test_nobody_listens(address: str, start: Callable) -> None:
     assert launcher.returncode == 1, errors
     line, error = errors.splitlines()[0], "\n".join(errors.splitlines()[1:])
     assert f"Waiting at {address}. Node 0 cannot be reached ([Errno 111] Connection refused)." in line
-    assert "The nodes did not meet within 12 seconds. Node 0 cannot be reached" in error
+    assert "Not all nodes came to the rendezvous within 12 seconds. Node 0 cannot be reached" in error
     assert "Hint: check that all were started, and that they reach this address" in error
 
 

@@ -50,7 +50,8 @@ def test_a_rank_that_wrote_nothing(tmp_path: Path) -> None:
     (tmp_path / "rank1.log").write_text(OF_TENSORFLOW)
     failure = Failure(1, 137, "", noted=False, log_size=None)
     assert describe(failure, timeout=None, log_dir=tmp_path) == (
-        f"Rank 1 failed with exit code 137 (SIGKILL); all ranks were ended. It wrote nothing.\nLogs: {tmp_path}"
+        "Rank 1 failed with exit code 137 (SIGKILL); all ranks were ended. The kernel sends SIGKILL to a process when memory is"
+        f" full. It wrote nothing.\nLogs: {tmp_path}"
     )
 
 
@@ -63,6 +64,22 @@ def test_what_comes_after_the_failure_is_left_out(tmp_path: Path) -> None:
         "  epoch 1\n  Traceback (most recent call last):\n  ValueError: seven\n"
         f"Logs: {tmp_path}"
     )
+
+
+@pytest.mark.parametrize(
+    ("alike", "size", "what"),
+    [
+        ((0, 1), 2, "Both ranks raised ValueError, and the run was ended. The output of rank 0 is above."),
+        ((0, 1, 2), 3, "All 3 ranks raised ValueError, and the run was ended. The output of rank 0 is above."),
+        ((0, 1, 2), 4, "Ranks 0, 1 and 2 raised ValueError, and the run was ended. The output of rank 0 is above."),
+        ((1, 2), 3, "Ranks 1 and 2 raised ValueError, and the run was ended. Rank 1's last lines:\n  ValueError: seven"),
+        ((), 3, "Rank 1 failed with exit code 1; all ranks were ended. Its last lines:\n  ValueError: seven"),
+    ],
+)
+def test_ranks_that_raised_alike_are_told(alike: tuple[int, ...], size: int, what: str, tmp_path: Path) -> None:
+    (tmp_path / "rank1.log").touch()
+    failure = Failure(1, 1, "ValueError: seven\n", noted=True, log_size=0, error="ValueError", alike=alike)
+    assert describe(failure, timeout=None, log_dir=tmp_path, size=size) == f"{what}\nLogs: {tmp_path}"
 
 
 @pytest.mark.parametrize(

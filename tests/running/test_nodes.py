@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -87,9 +88,14 @@ def check_ranks(ranks: dict[int, dict[str, str]], hosts: Sequence[str], port: in
 def test_two_launchers(host: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The machines may have different numbers of ranks."""
     (port,) = free_ports(1)
-    results, ranks = launch(tmp_path, options_of(f"{host}:{port}", (1, 2)))
+    results, ranks = launch(tmp_path, options_of(f"{host}:{port}", (1, 2), speaks=True))
     assert results == ["ended well"] * 2
-    assert capfd.readouterr().err == f"This machine has ranks 1 to 2 of 3. Their output is in {tmp_path / 'logs1'}\n"
+    last, *others = sorted(capfd.readouterr().err.splitlines(), key=lambda line: "done in" not in line)
+    assert re.fullmatch(r"tfrep: done in \d+\.\d s", last)
+    assert sorted(others) == [
+        f"tfrep: 3 replicas on 2 machines (CPU), tf; logs in {tmp_path / 'logs0'}",
+        f"tfrep: This machine has ranks 1 to 2 of 3; logs in {tmp_path / 'logs1'}",
+    ]
     check_ranks(ranks, ["127.0.0.1"] * 3, port)
 
 

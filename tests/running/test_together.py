@@ -230,7 +230,7 @@ def test_too_few_machines(launchers: Launchers) -> None:
     first, second = (launchers.start(rank=rank, count=3, least=2) for rank in range(2))
     launchers.round(0, 2)
     second.kill()
-    assert "did not meet within 20 seconds. 1 of at least 2 nodes is here." in ended(first)[0]
+    assert "to the rendezvous within 20 seconds. 1 of at least 2 nodes is here." in ended(first)[0]
 
 
 @pytest.mark.parametrize(

@@ -93,8 +93,8 @@ def test_a_cut_cable(hosts: list[str], secret: dict[str, str], tmp_path: Path) -
     with cable_cut(hosts[0]):
         limit = {"TFREP_RENDEZVOUS_TIMEOUT": "3"}
         results, ranks = launch(tmp_path, options_of(ADDRESS, (1, 1)), [on(host) for host in hosts], **secret, **limit)
-    assert "The nodes did not meet within 3 seconds. Node 1 has not come." in results[0]
-    assert "The nodes did not meet within 3 seconds. Node 0 cannot be reached" in results[1]
+    assert "Not all nodes came to the rendezvous within 3 seconds. Node 1 has not come." in results[0]
+    assert "Not all nodes came to the rendezvous within 3 seconds. Node 0 cannot be reached" in results[1]
     assert not ranks
 
 

@@ -138,4 +138,4 @@ def test_a_server_does_not_wait_for_ever_for_a_coordinator(tmp_path: Path) -> No
         process.kill()
         process.wait()
     assert process.returncode == 1
-    assert "has not come after 0.5 seconds" in err
+    assert "has not connected within 0.5 seconds" in err

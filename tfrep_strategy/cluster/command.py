@@ -1,9 +1,14 @@
-"""The command line of a process that runs a module of this package."""
+"""The command line of a process that runs a module of this package, and whether there is the script that it is to run."""
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
 import json
+import os
 import sys
+
+from tfrep_strategy.errors import ConfigurationError, message
 
 # A process finds this package at the place where its launcher found it, in whatever folder it is started. It gets its own search
 # path back before the user's script runs.
@@ -63,3 +68,41 @@ def piped_command(module: str) -> list[str]:
         3
     """
     return [sys.executable, "-c", _PIPED_BOOTSTRAP.format(module=module)]
+
+
+def check_script(kind: str, target: str) -> None:
+    """Refuses a script, or a module, that Python could not run.
+
+    Args:
+        kind: "script" or "module".
+        target: Its path or name.
+
+    Raises:
+        ConfigurationError: There is none, or it is a folder that Python cannot run.
+
+    Example:
+        >>> check_script("module", "json.tool")
+    """
+    if kind == "module":
+        _check_module(target)
+    elif not os.path.exists(target):
+        hint = f"did you mean {target}.py?" if os.path.isfile(f"{target}.py") else "check the path; for a module use -m."
+        raise ConfigurationError(message("There is no such script.", hint=hint, script=target))
+    elif os.path.isdir(target) and not os.path.exists(os.path.join(target, "__main__.py")):
+        scripts = sorted(each for each in os.listdir(target) if each.endswith(".py"))
+        example = os.path.join(target, scripts[0] if scripts else "train.py")
+        what = "The script is a folder, and it has no __main__.py."
+        raise ConfigurationError(message(what, hint=f"name a file in it, such as {example}.", script=target))
+
+
+def _check_module(name: str) -> None:
+    """Looks for a module where `python -m` looks for it. Nothing is imported, so parts of a package are not looked for."""
+    first = name.partition(".")[0]
+    with_path = name.endswith(".py") or os.sep in name
+    if not with_path and first:
+        if importlib.machinery.PathFinder.find_spec(first, [os.getcwd()]) or first in sys.modules:
+            return
+        if importlib.util.find_spec(first):
+            return
+    hint = "leave -m out for the path of a script." if with_path else "check the name, and that it is installed or in this folder."
+    raise ConfigurationError(message("There is no such module.", hint=hint, module=name))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import math
 import mmap
 import os
@@ -231,10 +232,24 @@ def gpus_are_visible() -> bool:
     Returns:
         Whether there are visible GPUs; False if there is no driver.
     """
+    return visible_gpus() > 0
+
+
+def visible_gpus() -> int:
+    """Asks NVIDIA's driver how many GPUs there are, and the environment how many of them programs may see.
+
+    Returns:
+        The number of visible GPUs, parts that MIG has cut among them if they are named; 0 if there is no driver.
+    """
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip()
     if not chosen or chosen.startswith("-"):
-        return False
-    return _ask_driver(pynvml.nvmlDeviceGetCount, 0) > 0
+        return 0
+    found = _ask_driver(pynvml.nvmlDeviceGetCount, 0)
+    if chosen == "all" or not found:
+        return found
+    # As CUDA does: what follows a number that is none of a GPU is not seen.
+    names = (each.strip() for each in chosen.split(","))
+    return len(list(itertools.takewhile(lambda name: not name.lstrip("-").isdecimal() or 0 <= int(name) < found, names)))
 
 
 def driver_cuda() -> str | None:

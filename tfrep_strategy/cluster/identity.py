@@ -19,6 +19,7 @@ from tfrep_strategy.cluster.transports import (
     choose_communicator,
     horovod_library,
     horovod_transports,
+    inside_of,
     installed_communicators,
     no_shared_memory,
 )
@@ -106,8 +107,8 @@ def check_communicator(name: str) -> None:
         raise ConfigurationError(
             message(
                 "Unknown communicator.",
-                hint=f"use {', '.join(installed_communicators())}. A name that only this program registers is not known to the"
-                " processes of a run: they can register it and make their own MultiWorkerStrategy.",
+                hint=f"use {', '.join(installed_communicators())}.{inside_of(name)} A name that only this program registers is not"
+                " known to the processes of a run: they can register it and make their own MultiWorkerStrategy.",
                 code="TFREP-E005",
                 communicator=name,
             )

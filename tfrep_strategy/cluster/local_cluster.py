@@ -360,7 +360,7 @@ def run_server(cluster: dict[str, Any], job: str, index: int, *, coordinator_tim
 
 def _end_with(address: str, seconds: float) -> None:
     if wait_until_reachable({"chief": address}, seconds):
-        print(f"tfrep: the coordinator ({address}) has not come after {seconds:g} seconds.", file=sys.stderr, flush=True)
+        print(f"tfrep: the coordinator ({address}) has not connected within {seconds:g} seconds.", file=sys.stderr, flush=True)
         os._exit(1)
     while not wait_until_reachable({"chief": address}, 5.0):
         time.sleep(1.0)

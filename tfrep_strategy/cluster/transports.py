@@ -120,11 +120,22 @@ def unknown_communicator(name: Any, known: Collection[str], setting: str = "comm
     return ConfigurationError(
         message(
             "Unknown communicator.",
-            hint=f"use {', '.join(known)}; tfrep.register_communicator adds a name to this process.",
+            hint=f"use {', '.join(known)}; tfrep.register_communicator adds a name to this process.{inside_of(name)}",
             code="TFREP-E005",
             **{setting: name},
         )
     )
+
+
+def inside_of(name: Any) -> str:
+    """Returns what a hint says of a library that is no communicator, but is used by some.
+
+    Example:
+        >>> inside_of("gloo"), inside_of("smoke")
+        (' "horovod" uses Gloo.', '')
+    """
+    told = {"nccl": ' On GPUs "tf" uses NCCL, and so does "horovod" if it is built in.', "gloo": ' "horovod" uses Gloo.'}
+    return told.get(str(name).lower(), "")
 
 
 def _installed() -> dict[str, EntryPoint]:

@@ -127,7 +127,7 @@ def start_watcher(name: str, number: int) -> Watcher | None:
                 _of_this_process[name, number] = Watcher(name, number)
             return _of_this_process[name, number]
     except OSError as error:
-        _log.warning("This process has no watcher (%s). If it is stopped, other ranks notice it late.", error)
+        _log.warning("No watcher runs for this process (%s). If it freezes, the other ranks notice it late.", error)
         return None
 
 

@@ -18,7 +18,7 @@ import tensorflow as tf
 from rich.console import Console
 from rich.table import Table
 
-from tfrep_strategy.cluster.hardware import problem_of_sharing
+from tfrep_strategy.cluster.hardware import problem_of_sharing, usable_cores, visible_gpus
 from tfrep_strategy.cluster.identity import horovod_is_installed
 from tfrep_strategy.contrib.digits import load_digits
 from tfrep_strategy.errors import check_count, install_hint
@@ -31,6 +31,10 @@ ONE_DEVICE = "one device"
 """The reference variant: Keras without a strategy."""
 
 _SECONDS_PER_VARIANT = 300.0
+_WHY_NOT_FASTER = (
+    "Do not expect two replicas to be faster here: they share {cores} that one device uses alone, and exchange gradients besides."
+    " They show that the answer is the same. Replicas are faster where each has its own GPU or machine."
+)
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,7 @@ def run_demo(
     refuse_inside_a_run("`tfrep demo`")
     check_count("The demo needs at least 2 epochs, since the first is not timed.", 2, epochs=epochs)
     console = console or Console()
+    begun = time.monotonic()
     results: list[Result] = []
     reference: list[np.ndarray] = []
     for variant in variants():
@@ -135,15 +140,20 @@ def run_demo(
         difference = max(float(np.max(np.abs(mine - theirs))) for mine, theirs in pairs)
         results.append(Result(variant.name, speed, accuracy, difference, losses))
     console.print(_table(results))
-    if picture is None:
-        return results
-    if importlib.util.find_spec("matplotlib") is None:
+    if visible_gpus() < 2:
+        console.print(_WHY_NOT_FASTER.format(cores=_cores(usable_cores())), soft_wrap=True, highlight=False)
+    if picture is not None and importlib.util.find_spec("matplotlib") is None:
         hint = f"To get a picture of loss curves and throughput, {install_hint('plots')} && tfrep demo"
         console.print(hint, markup=False, soft_wrap=True)
-    else:
+    elif picture is not None:
         _draw(results, Path(picture))
         console.print(f"Loss curves and throughput: {picture}")
+    console.print(f"{time.monotonic() - begun:.0f} s in all, most of them to start Python and TensorFlow.", highlight=False)
     return results
+
+
+def _cores(count: int) -> str:
+    return "the one core" if count == 1 else f"the same {count} cores"
 
 
 def _train(

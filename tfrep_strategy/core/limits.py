@@ -1,4 +1,4 @@
-"""Settings from outside: time limits, backups, trusted networks, ssh, checks of calls, Keras's backend."""
+"""Settings from outside: time limits, backups, trusted networks, ssh, checks of calls, quiet runs, Keras's backend."""
 
 from __future__ import annotations
 
@@ -182,6 +182,16 @@ def is_debugging() -> bool:
         False
     """
     return os.environ.get("TFREP_DEBUG", "0") not in ("", "0")
+
+
+def is_quiet() -> bool:
+    """Returns whether `TFREP_QUIET` is set, so that runs say neither what they are nor how fast they were.
+
+    Example:
+        >>> is_quiet()
+        False
+    """
+    return os.environ.get("TFREP_QUIET", "0") not in ("", "0")
 
 
 class Verification(NamedTuple):

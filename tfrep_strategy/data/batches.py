@@ -199,7 +199,7 @@ def _telling(fits: bool | tf.Tensor) -> bool | tf.Tensor:
 
     def tell() -> np.bool_:
         warn(
-            "The tensors of a batch have different numbers of rows, so it cannot be cut: it is computed as on one device.\n"
+            "The tensors of a batch have different numbers of rows, so it cannot be split: each replica computes all of it.\n"
             "Hint: make batches whose tensors have one number of rows, or let each replica read its own"
             " (strategy.distribute_datasets_from_function).",
         )

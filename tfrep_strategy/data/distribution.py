@@ -394,7 +394,7 @@ def _why_at_the_end(reads_ahead: bool) -> str:
 
 def _warn_of_waste(reason: str, agreement: Agreement) -> None:
     if reason and agreement.rank == 0:
-        warn(f"Each process computes examples that others need: {reason}.")
+        warn(f"Each process also computes the examples of the other processes: {reason}.")
 
 
 def explain(dataset: tf.data.Dataset, replicas: LocalReplicas) -> str:

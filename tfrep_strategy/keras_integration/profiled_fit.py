@@ -1,5 +1,6 @@
-"""The steps of a `fit` in traces: each step has an event, and the steps that a run profiles are traced on all ranks.
+"""The steps of a `fit`: how fast they are, and their traces.
 
+Each step has an event in traces. The steps that a run profiles are traced on all ranks.
 Processes of parameter servers do not step together. All of them trace the time in which the coordinator hands out the steps.
 """
 
@@ -7,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import tensorflow as tf
 
@@ -18,6 +20,7 @@ from tfrep_strategy.cluster.profiles import requests
 from tfrep_strategy.cluster.profiles.requests import TracedSteps, folder_of_environment, new_run_folder, steps_of_environment
 from tfrep_strategy.cluster.profiles.summary import TraceReport, show_summary, write_summary
 from tfrep_strategy.cluster.profiles.traces import STEP, Trace
+from tfrep_strategy.data.step_clock import Counts, StepClock
 from tfrep_strategy.errors import ConfigurationError, TfrepError, message
 
 
@@ -101,6 +104,67 @@ def check_cluster() -> None:
         _folder_of_requests()
 
 
+class _Watched:
+    """Data whose iterators count their batches.
+
+    Args:
+        data: The data.
+        clock: What counts.
+    """
+
+    def __init__(self, data: Any, clock: StepClock) -> None:
+        self._data, self._clock = data, clock
+
+    def __iter__(self) -> Any:
+        return self._clock.watching(iter(self._data))
+
+
+class Pace:
+    """How fast a `fit` is: without its first step, which is compiled, and without validation and what is between epochs.
+
+    Args:
+        fit: The number of the `fit`.
+    """
+
+    _shared_clock: ClassVar[StepClock | None] = None
+    """One for all: with another one a step would be traced again."""
+
+    def __init__(self, fit: int) -> None:
+        self._fit, self._clock = fit, Pace._shared_clock or StepClock()
+        Pace._shared_clock = self._clock
+        self._has_stepped = False
+        self._since: tuple[float, Counts] | None = None
+        self._seconds = self._steps = self._examples = self._data_seconds = 0.0
+
+    def watching(self, data: Any) -> Any:
+        """Returns data whose iterators count batches, and the time in which steps wait for them."""
+        return _Watched(data, self._clock)
+
+    def step(self) -> None:
+        """Notes that a step begins, or would begin if the data had not ended."""
+        if self._since is None and self._has_stepped:
+            self._since = time.perf_counter(), self._clock.read()
+        self._has_stepped = True
+
+    def pause(self) -> None:
+        """Notes that the steps of an epoch are over."""
+        if self._since is not None:
+            (begun, before), self._since = self._since, None
+            now = self._clock.read()
+            self._seconds += time.perf_counter() - begun
+            self._steps += now.steps - before.steps
+            self._examples += now.examples - before.examples
+            self._data_seconds += now.data_seconds - before.data_seconds
+
+    def tell(self) -> None:
+        """Tells programs, and the launcher, of the `fit`, which has ended."""
+        if self._steps:
+            events.of_run().tell(
+                "fit", fit=self._fit, seconds=round(self._seconds, 3), steps=int(self._steps), examples=int(self._examples),
+                data_wait=round(min(1.0, self._data_seconds / self._seconds), 4),
+            )  # fmt: skip
+
+
 class ProfiledFit:
     """Marks the steps of a `fit` in traces, and traces some of them.
 
@@ -111,6 +175,7 @@ class ProfiledFit:
 
     Attributes:
         done: Number of steps that have begun.
+        pace: Measures them, in a run whose launcher asks for that.
     """
 
     _fits = 0
@@ -121,14 +186,19 @@ class ProfiledFit:
         self._traces: Traces | None = None
         self.done = self._began = 0
         self._events = events.Steps(ProfiledFit._fits - 1)
+        self.pace: Pace | None = Pace(ProfiledFit._fits - 1) if events.is_measured() else None
+
+    def count(self, count: int) -> None:
+        """Notes that `count` steps begin. Rank 0 of a run tells of them now and then."""
+        self._events.note(self.done)
+        self.done += count
 
     def step(self, count: int) -> contextlib.AbstractContextManager[None]:
         """Returns a context for each execution of `count` steps."""
         return self._marked(count) if self.wanted is None else self._traced(self.wanted, count)
 
     def _marked(self, count: int) -> contextlib.AbstractContextManager[None]:
-        self._events.note(self.done)
-        self.done += count
+        self.count(count)
         return tf.profiler.experimental.Trace(STEP, step_num=self.done - count, _r=1)
 
     @contextlib.contextmanager
@@ -195,3 +265,5 @@ def profiled(make_traces: Any, speaks: bool) -> Iterator[ProfiledFit]:
         fit.abandon()
         raise
     fit.end()
+    if fit.pace is not None:
+        fit.pace.tell()

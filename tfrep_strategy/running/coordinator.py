@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import sys
 import threading
 import time
@@ -14,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tfrep_strategy.cluster.command import module_command
+from tfrep_strategy.cluster.command import check_script, module_command
+from tfrep_strategy.cluster.events import how_it_went, say
 from tfrep_strategy.cluster.identity import inherited_environ
 from tfrep_strategy.cluster.local_cluster import LocalCluster, check_counts
 from tfrep_strategy.cluster.profiles.requests import keep_profile_dir, profile_environ, profile_folder, traced_steps
@@ -22,7 +22,7 @@ from tfrep_strategy.cluster.rendezvous.connections import free_ports
 from tfrep_strategy.cluster.signs_of_life import Patience
 from tfrep_strategy.core.limits import check_keras_backend, grace_seconds
 from tfrep_strategy.core.validation import check_fields, writable
-from tfrep_strategy.errors import ConfigurationError, PeerError, ServerLostError, check_count, message
+from tfrep_strategy.errors import PeerError, ServerLostError, check_count
 from tfrep_strategy.running.joining import refuse_inside_a_run
 from tfrep_strategy.running.ranks import Command, Failure, deferred_signals, run_ranks
 
@@ -46,13 +46,14 @@ class ClusterOptions:
         log_dir: Folder for the output of workers and servers; by default it is kept as long as they run.
         profile: Steps of the first `fit` while which all processes are traced: their number, or "20:30"; see `traced_steps`.
         profile_dir: Folder for traces; by default `profile` in `log_dir`, or `tfrep-profile` in the current folder.
+        speaks: Whether the run says at its start what runs, and at its end how long it has taken.
 
     Raises:
         ConfigurationError: A number cannot be used, or Keras would be loaded with another backend.
 
     Example:
         >>> ClusterOptions(workers=2, servers=1, max_restarts=3)
-        ClusterOptions(workers=2, servers=1, max_restarts=3, log_dir=None, profile=None, profile_dir=None)
+        ClusterOptions(workers=2, servers=1, max_restarts=3, log_dir=None, profile=None, profile_dir=None, speaks=False)
     """
 
     workers: int = 2
@@ -61,12 +62,13 @@ class ClusterOptions:
     log_dir: Path | None = None
     profile: str | None = None
     profile_dir: Path | None = None
+    speaks: bool = False
 
     def __post_init__(self) -> None:
         check_keras_backend()
         check_fields(self)
         check_counts(workers=self.workers, servers=self.servers)
-        check_count("A run cannot be restarted that often.", 0, max_restarts=self.max_restarts)
+        check_count("A run cannot have this number of restarts.", 0, max_restarts=self.max_restarts)
         if self.profile is not None:
             traced_steps(self.profile)
 
@@ -92,14 +94,16 @@ def run_coordinator(target: str, arguments: Sequence[str], options: ClusterOptio
         >>> run_coordinator("train.py", ["--epochs", "3"], ClusterOptions(workers=2, servers=1)) is None
         True
     """
-    if not as_module and not os.path.exists(target):
-        raise ConfigurationError(message("There is no such script.", hint="check the path; for a module use -m.", script=target))
-    refuse_inside_a_run("`tfrep run --strategy parameter-server`")
     kind = "module" if as_module else "script"
+    check_script(kind, target)
+    refuse_inside_a_run("`tfrep run --strategy parameter-server`")
     log_dir = None if options.log_dir is None else writable("log_dir", options.log_dir)
     profile_dir = profile_folder(options.profile_dir, options.log_dir)
     of_profile = profile_environ(options.profile, profile_dir)
     patience, grace = Patience.of_environment(), grace_seconds(for_a_backup=False)
+    begun = time.monotonic()
+    if options.speaks:
+        say(_what_runs(options))
     with deferred_signals() as events:
         for attempt in range(options.max_restarts + 1):
             try:
@@ -122,6 +126,8 @@ def run_coordinator(target: str, arguments: Sequence[str], options: ClusterOptio
                     if failure is not None and failure.frozen:
                         what = f"The coordinator {failure.frozen}, and was ended."
                         print(f"tfrep: {what} TFREP_TIMEOUT=0 has others wait, as under a debugger.", file=sys.stderr)
+                    if failure is None and options.speaks:
+                        say(how_it_went(None, time.monotonic() - begun))
                     if not (failure is not None and cluster.explains(failure)) or attempt == options.max_restarts:
                         return failure
             except PeerError as error:  # A server was lost before the script began.
@@ -131,6 +137,13 @@ def run_coordinator(target: str, arguments: Sequence[str], options: ClusterOptio
             left = options.max_restarts - attempt
             print(f"tfrep: the cluster is started again ({left} of {options.max_restarts} left).", file=sys.stderr)
     return None
+
+
+def _what_runs(options: ClusterOptions) -> str:
+    workers = f"{options.workers} worker{'s' * (options.workers > 1)}"
+    servers = f"{options.servers} parameter server{'s' * (options.servers > 1)}"
+    logs = "" if options.log_dir is None else f"; logs in {options.log_dir}"
+    return f"{workers} and {servers} on this machine{logs}"
 
 
 class _RestartingCluster(LocalCluster):

@@ -146,12 +146,11 @@ def results(call: bytes, options: Options) -> list[Any]:
             if traceback:
                 story = f"Rank {failed.failure.rank} raised, and all ranks were ended.\n{traceback}Logs: {failed.log_dir}"
             raise PeerError(story) from None
-        processes = 1 if options.strategy == "mirrored" else options.size
-        left = [rank for rank in range(processes) if not _result(folder, rank).exists()]
+        left = [rank for rank in range(options.processes) if not _result(folder, rank).exists()]
         if left:
             what = f"Ranks {left} ended before the function returned, without an error."
             raise PeerError(message(what, hint="let it return, and not end its process (sys.exit, absl.app.run).", ranks=left))
-        return [pickle.loads(_result(folder, rank).read_bytes()) for rank in range(processes)]
+        return [pickle.loads(_result(folder, rank).read_bytes()) for rank in range(options.processes)]
 
 
 def main(arguments: Sequence[str], own_path: Sequence[str]) -> None:

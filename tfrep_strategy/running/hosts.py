@@ -510,6 +510,7 @@ def _given(options: Options, program: Sequence[str]) -> dict[str, Any]:
             "profile": options.profile,
             "profile_dir": None if options.profile_dir is None else os.fspath(options.profile_dir),
             "bind_cores": options.bind_cores,
+            "speaks": options.speaks,
         },
     }
 

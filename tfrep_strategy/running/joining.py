@@ -188,6 +188,8 @@ def join_outer_run(outer: Environment, options: Options, arguments: Sequence[str
         "TFREP_NUM_REPLICAS": str(outer.size),
         "TFREP_COMMUNICATOR": options.communicator,
     }
+    if not options.speaks:
+        environ["TFREP_QUIET"] = "1"
     if options.backup_dir is not None:
         environ["TFREP_BACKUP_DIR"] = shared_folder(options.backup_dir).place
     environ |= profile_environ(options.profile, profile_folder(options.profile_dir, options.log_dir))

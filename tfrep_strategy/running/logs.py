@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tfrep_strategy.cluster.startup_log import log_lines
@@ -109,13 +109,14 @@ class RunFailed(Exception):  # noqa: N818
         self.was_lost = was_lost
 
 
-def describe(failure: Failure, *, timeout: float | None, log_dir: Path) -> str:
+def describe(failure: Failure, *, timeout: float | None, log_dir: Path, size: int = 1) -> str:
     """Tells which rank failed, how, and what it said last.
 
     Args:
         failure: What `run_ranks` returned.
         timeout: The time limit of the run.
         log_dir: Folder of the log files.
+        size: How many ranks the run has, on all machines.
 
     Returns:
         The story, of one line or more.
@@ -132,15 +133,30 @@ def describe(failure: Failure, *, timeout: float | None, log_dir: Path) -> str:
     by_signal = f" ({signal_name(code - 128)})" if code - 128 in signal.valid_signals() else ""
     what = failure.frozen or f"failed with exit code {code}{by_signal}"
     what = f"Rank {failure.rank} {what}; all ranks were ended."
+    its = "Its"
+    if failure.alike:
+        what = f"{_named(failure.alike, size)} raised {failure.error}, and the run was ended."
+        if 0 in failure.alike and not (log_dir / "rank0.log").exists():
+            return f"{what} The output of rank 0 is above.\nLogs: {log_dir}"
+        its = f"Rank {failure.rank}'s"
+    if code - 128 == signal.SIGKILL and not failure.frozen:
+        what += " The kernel sends SIGKILL to a process when memory is full."
     if failure.frozen:
         what += " TFREP_TIMEOUT=0 lets them wait, as under a debugger."
     log = log_dir / f"rank{failure.rank}.log"
     if not log.exists():
-        return f"{what} Its output is above."
+        return f"{what} {its} output is above."
     lines = [*last_lines(log, failure.log_size), *failure.traceback.splitlines()]
     if not lines:
         return f"{what} It wrote nothing.\nLogs: {log_dir}"
-    return f"{what} Its last lines:\n" + "".join(f"  {line}\n" for line in lines) + f"Logs: {log_dir}"
+    return f"{what} {its} last lines:\n" + "".join(f"  {line}\n" for line in lines) + f"Logs: {log_dir}"
+
+
+def _named(ranks: Sequence[int], size: int) -> str:
+    if len(ranks) == size:
+        return "Both ranks" if size == 2 else f"All {size} ranks"
+    *others, last = map(str, ranks)
+    return f"Ranks {', '.join(others)} and {last}"
 
 
 def signal_name(number: int) -> str:

@@ -51,8 +51,8 @@ class Node:
         if not (self.is_elastic and self.rank is None) and not is_count(self.rank, 0, self.count - 1):
             raise ConfigurationError(
                 message(
-                    "There is no such machine in the run.",
-                    hint=f"use a number from 0 to {self.count - 1}, another on each machine.",
+                    "The number of this machine does not fit the run.",
+                    hint=f"use a number from 0 to {self.count - 1}, a different one on each machine.",
                     node_rank=self.rank,
                     nnodes=self.count,
                 )

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from tfrep_strategy.cluster.environments import detect_environment
+from tfrep_strategy.core.limits import is_debugging
+from tfrep_strategy.core.out_of_memory import note_out_of_memory
 
 _COLLISIONS = (errno.EEXIST, errno.ENOTEMPTY)
 _COLLISIONS_OF_OTHERS = {"FileNotFoundError", "NotFoundError", "AlreadyExistsError", "JSONDecodeError", "IntegrityError"}
@@ -26,8 +28,9 @@ _COLLISION_HINT = """\
 Hint: all ranks run this script, so that another rank may have been at {path} at the same moment. Let one rank do it first:
 `with tfrep.chief_first():`, or `if tfrep.is_chief():` followed by `tfrep.barrier()`.
 """
-_PACKAGE = Path(__file__).parent.parent
-_LAUNCHER = str(_PACKAGE / "running")
+_PACKAGE = str(Path(__file__).parent.parent) + os.sep
+_AROUND = ("<string>", "<frozen ", f"{os.sep}runpy.py", f"{os.sep}contextlib.py", f"{os.sep}traceback_utils.py")
+"""Where frames lie through which every call of a script, of Keras or of TensorFlow goes."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +42,14 @@ class Note:
         exit_code: The exit code with which it is about to end.
         traceback: Where Python left its code, and a hint if there is one; empty if it ended by `sys.exit`.
         log_size: How many bytes its log had by then; None if it writes to no file.
+        error: The name of the exception's class; empty if it ended by `sys.exit`.
     """
 
     time: float
     exit_code: int
     traceback: str = ""
     log_size: int | None = None
+    error: str = ""
 
 
 @contextlib.contextmanager
@@ -73,9 +78,10 @@ def noted_failure(folder: Path | None, rank: int) -> Iterator[None]:
         raise
     except BaseException as error:
         now, hint = time.monotonic(), _hint(error)
-        _write(folder, rank, Note(now, 1, _traceback_of_user(error) + hint, _log_size()))
-        if hint:
-            _show_after_traceback(hint)
+        note_out_of_memory(error)
+        shown = _traceback_of_user(error)
+        _write(folder, rank, Note(now, 1, shown + hint, _log_size(), type(error).__name__))
+        _show(shown, hint)
         raise
 
 
@@ -118,16 +124,24 @@ def _write(folder: Path | None, rank: int, note: Note) -> None:
 
 
 def _traceback_of_user(error: BaseException) -> str:
-    """Formats the traceback from the first frame on that is neither the launcher's nor of what it runs scripts with."""
-    frame = error.__traceback__
-    while frame is not None and _is_launcher(frame.tb_frame.f_code.co_filename):
-        frame = frame.tb_next
-    return "".join(traceback.format_exception(type(error), error, frame or error.__traceback__))
+    """Formats the traceback without the frames of this package and of what calls the script. `TFREP_DEBUG=1` keeps all."""
+    shown = traceback.TracebackException.from_exception(error)
+    if not is_debugging():
+        _leave_out_inner_frames(shown)
+    return "".join(shown.format())
 
 
-def _is_launcher(file: str) -> bool:
-    folder, name = os.path.split(file)
-    return folder == _LAUNCHER or name in ("<frozen runpy>", "runpy.py", "contextlib.py")
+def _leave_out_inner_frames(shown: traceback.TracebackException) -> None:
+    kept = [frame for frame in shown.stack if not _is_inner(frame.filename)]
+    if kept or issubclass(shown.exc_type or Exception, SyntaxError):  # An error that is not of the script is shown as it is.
+        shown.stack = traceback.StackSummary.from_list(kept)
+    for other in (shown.__cause__, shown.__context__, *(shown.exceptions or ())):
+        if other is not None:
+            _leave_out_inner_frames(other)
+
+
+def _is_inner(file: str) -> bool:
+    return file.startswith((_PACKAGE, *_AROUND)) or file.endswith(_AROUND)
 
 
 def _hint(error: BaseException) -> str:
@@ -151,11 +165,15 @@ def _path_of(error: BaseException) -> str:
     return "the same file"
 
 
-def _show_after_traceback(hint: str) -> None:
+def _show(traceback_of_user: str, hint: str) -> None:
+    """Has Python show this in the place of the whole traceback. A hook of the script's own shows the error as it likes."""
     show = sys.excepthook
 
     def show_with_hint(*error: Any) -> None:
-        show(*error)
+        if show is sys.__excepthook__:
+            print(traceback_of_user, end="", file=sys.stderr)
+        else:
+            show(*error)
         print(hint, end="", file=sys.stderr)
 
     sys.excepthook = show_with_hint

@@ -18,6 +18,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+from tfrep_strategy.cluster.command import check_script
 from tfrep_strategy.cluster.rendezvous.connections import free_ports
 from tfrep_strategy.errors import ConfigurationError, TfrepError, message
 from tfrep_strategy.running.hosts import ALL_ENDED_WELL, BEAT_SECONDS
@@ -25,7 +26,7 @@ from tfrep_strategy.running.logs import RunFailed
 from tfrep_strategy.running.nodes import Node, meet_nodes
 from tfrep_strategy.running.ranks import Events, deferred_signals
 from tfrep_strategy.running.runs import Options, Round
-from tfrep_strategy.running.script import check_script, run_ranks_of_script
+from tfrep_strategy.running.script import run_ranks_of_script
 from tfrep_strategy.running.shared_folder import shared_folder
 
 

@@ -41,6 +41,8 @@ TIMED_OUT = 124
 # reacts to the loss of a peer: it is a consequence, and earns no such credit.
 _SILENT_DEATH_CREDIT = 0.25
 _SETTLE_SECONDS = 0.1
+_RAISE_SECONDS = 1.0
+"""How long the others get to raise, too, when a rank has raised an error: the user is told whether all failed alike."""
 _KILL_SECONDS = 5.0
 """How long a rank may take to end once it was killed. The kernel may keep one that waits for a disk, or is in a frozen cgroup."""
 _IMPATIENT = (signal.SIGINT, signal.SIGKILL)
@@ -93,6 +95,8 @@ class Failure:
         log_size: How many bytes the rank's log had when it failed, if it got to say so.
         frozen: What was seen of a rank that did not end, and for which no process should wait.
         time: When the rank failed, on the machine's monotonic clock.
+        error: The name of the exception that it raised; empty if it raised none.
+        alike: All ranks of this machine that raised the same exception, if there are several.
     """
 
     rank: int | None
@@ -102,6 +106,8 @@ class Failure:
     log_size: int | None = None
     frozen: str = ""
     time: float = field(default=0.0, compare=False)
+    error: str = ""
+    alike: Sequence[int] = ()
 
     @property
     def stopped_by_signal(self) -> bool:
@@ -305,7 +311,11 @@ class _Run:
         note = notes.get(rank, Note(0.0, 0))
         code = died.get(rank, note.exit_code)
         exit_code = 128 - code if code < 0 else code
-        return Failure(rank, exit_code, note.traceback, noted=rank in notes, log_size=note.log_size, time=when(rank))
+        alike = sorted(each for each in notes if note.error and notes[each].error == note.error)
+        return Failure(
+            rank, exit_code, note.traceback, noted=rank in notes, log_size=note.log_size, time=when(rank), error=note.error,
+            alike=alike if len(alike) > 1 else (),
+        )  # fmt: skip
 
     def end(self, first_signal: int, grace: float) -> None:
         """Ends what still runs: asks, waits for the grace period, then kills.
@@ -357,8 +367,18 @@ class _Run:
         return self._frozen is not None
 
     def _settle(self) -> int | None:
-        """Gives other deaths of the same moment the time to be seen."""
-        deadline = time.monotonic() + _SETTLE_SECONDS
+        """Gives other deaths of the same moment the time to be seen; returns the number of a signal that came instead."""
+        number = self._take_deaths(_SETTLE_SECONDS)
+        deadline = time.monotonic() + _RAISE_SECONDS
+        while number is None and time.monotonic() < deadline:
+            notes = read_notes(self._note_dir)
+            if not any(note.error for note in notes.values()) or notes.keys() | self._codes.keys() >= self._pids.keys():
+                break
+            number = self._take_deaths(_SETTLE_SECONDS)
+        return number
+
+    def _take_deaths(self, seconds: float) -> int | None:
+        deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
                 rank, code = self._events.get(timeout=left)

@@ -8,6 +8,7 @@ The rounds of a run: its ranks are started, and started again after one was lost
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import sys
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tfrep_strategy.cluster import events as happenings
-from tfrep_strategy.cluster.hardware import cores_of_ranks, thread_variables
+from tfrep_strategy.cluster.hardware import cores_of_ranks, thread_variables, visible_gpus
 from tfrep_strategy.cluster.horovod.gloo import warn_of_open_ranks
 from tfrep_strategy.cluster.identity import (
     check_communicator,
@@ -160,7 +161,7 @@ def rounds_here(events: Events, max_restarts: int, backup_dir: SharedFolder | No
 
 def no_backup_dir(max_restarts: int, **received: Any) -> ConfigurationError:
     """Returns the error of a run on several machines that is to be started again, and has no folder for that."""
-    what = "A run on several machines is started again from backups, in a folder that all of them reach."
+    what = "A run on several machines is restarted from backups, in a folder that all of them can read and write."
     return ConfigurationError(message(what, hint="name it: --backup-dir.", backup_dir=None, max_restarts=max_restarts, **received))
 
 
@@ -202,9 +203,9 @@ def where_it_goes_on(backup_dir: SharedFolder | None) -> str:
         'No fit has a backup yet,'
     """
     if backup_dir is not None and backup_dir.has_backups():
-        return "Each fit goes on from its last backup."
-    what = "No fit has a backup yet, so that the script begins anew, but for what it saves and restores itself."
-    return f"{what}\nHint: call fit, or save in your own loop with tf.train.CheckpointManager, and begin with what it has saved."
+        return "Each fit resumes from its last backup."
+    what = "No fit has a backup yet, so the script starts from the beginning, except for what it saves and restores itself."
+    return f"{what}\nHint: call fit, or save in your own loop with tf.train.CheckpointManager, and restore at its start."
 
 
 STRATEGIES = ("auto", "mirrored", "multi-worker")
@@ -217,7 +218,7 @@ class Options:
     """What kind of run is wanted.
 
     Args:
-        num_replicas: How many replicas take part; by default as many as `hosts` has places, else one.
+        num_replicas: How many replicas take part. Default: as many as `hosts` has places, else all GPUs of this machine, else one.
         strategy: "multi-worker": one process per replica, "mirrored": one process with all replicas, or "auto": as in
             `auto_strategy()`, one process per replica if there are several, or one process that uses all its devices if
             neither `num_replicas` nor `hosts` is given. `None`: one process per replica, which is left to make its own
@@ -237,6 +238,7 @@ class Options:
         profile: Steps of the first `fit` that all ranks trace: their number, or "20:30"; see `traced_steps`.
         profile_dir: Folder for traces; by default `profile` in `log_dir`, or `tfrep-profile` in the current folder.
         bind_cores: Whether each rank may use only its own part of the cores that its launcher may use.
+        speaks: Whether the run says at its start what runs where, and at its end how fast it was.
 
     Raises:
         ConfigurationError: An option cannot be used, alone or beside the others, `TFREP_BACKUP_SECONDS` is no number, or Keras
@@ -261,6 +263,7 @@ class Options:
     profile: str | None = None
     profile_dir: str | os.PathLike[str] | None = None
     bind_cores: bool = False
+    speaks: bool = False
 
     def __post_init__(self) -> None:
         check_keras_backend()
@@ -272,7 +275,7 @@ class Options:
             hint = f"use {', '.join(STRATEGIES)}."
             raise ConfigurationError(message("Unknown strategy.", hint=hint, strategy=self.strategy))
         check_communicator(self.communicator)
-        check_count("A run cannot be restarted that often.", 0, max_restarts=self.max_restarts)
+        check_count("A run cannot have this number of restarts.", 0, max_restarts=self.max_restarts)
         if self.profile is not None:
             traced_steps(self.profile)
         if self.timeout is not None:
@@ -289,10 +292,16 @@ class Options:
         if self.node is not None:
             self._check_node(self.node)
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
-        """How many replicas there will be; with `node`, on this machine."""
-        return self.num_replicas or sum(self._places.values()) or 1
+        """How many replicas there will be; with `node`, on this machine. A process that decides by itself counts as one."""
+        takes_all = self.resolved_strategy in ("mirrored", "multi-worker")
+        return self.num_replicas or sum(self._places.values()) or (visible_gpus() if takes_all else 0) or 1
+
+    @property
+    def processes(self) -> int:
+        """How many ranks there will be; with `node`, on this machine. One rank has all replicas of a mirrored run."""
+        return 1 if self.strategy == "mirrored" else self.size
 
     @property
     def shares(self) -> dict[str, int]:
@@ -367,8 +376,8 @@ class Options:
         if self.size > sum(self._places.values()):
             raise ConfigurationError(
                 message(
-                    "The hosts do not have that many places.",
-                    hint="use fewer replicas or more hosts.",
+                    "The hosts have fewer slots than the run has replicas.",
+                    hint="use fewer replicas, or more hosts or slots, as in host1:4.",
                     num_replicas=self.size,
                     hosts=hosts,
                 )
@@ -401,7 +410,8 @@ def run_to_end(
         >>> with tempfile.TemporaryDirectory() as notes:
         ...     run_to_end(Options(num_replicas=2), ["true"], Path(notes), Events())
     """
-    deadline = None if options.timeout is None else time.monotonic() + options.timeout
+    begun = time.monotonic()
+    deadline = None if options.timeout is None else begun + options.timeout
     patience, grace = Patience.of_environment(), grace_seconds(for_a_backup=options.is_backed_up)
     with log_folder(options.log_dir) as log_dir:
         backup_dir = backup_dir_of(options, log_dir)
@@ -415,7 +425,7 @@ def run_to_end(
         for this in rounds or rounds_here(events, options.max_restarts, backup_dir):
             last = this
             clear_notes(note_dir)
-            ranks = range(this.first_rank, this.first_rank + (1 if options.strategy == "mirrored" else options.size))
+            ranks = range(this.first_rank, this.first_rank + options.processes)
             own_logs = {rank: log_dir / f"rank{rank}.log" for rank in ranks}
             # Launchers of several machines may have one folder for their logs.
             file = (log_dir / happenings.FILE).absolute() if this.first_rank == 0 else None
@@ -427,6 +437,8 @@ def run_to_end(
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             more_environ["PYTHONHASHSEED"] = this.nodes.hash_seed if this.nodes else own_seed
             with _output_shown(options, this, own_logs), _commands(options, arguments, this, more_environ, of_first) as commands:
+                if options.speaks and this.first_rank == this.number == 0:
+                    happenings.say(_what_runs(options, this, commands[0].environ.get("TFREP_COMMUNICATOR", ""), log_dir))
                 has_peers = (this.nodes.size if this.nodes else options.size) > 1 and options.strategy != "mirrored"
                 this.failure = run_ranks(
                     commands,
@@ -444,22 +456,42 @@ def run_to_end(
                 )
             if this.failure is not None:
                 told.tell("loss", rank=this.failure.rank, exit_code=this.failure.exit_code)
-                this.story = describe(this.failure, timeout=options.timeout, log_dir=log_dir)
+                size = this.nodes.size if this.nodes else options.processes
+                this.story = describe(this.failure, timeout=options.timeout, log_dir=log_dir, size=size)
         failure = last.failure if last else None
         if failure is None and backup_dir is not None and last and last.first_rank == 0 and not last.keeps_backups:
             backup_dir.remove_backups()
         if last:
             told.tell("end", exit_code=failure.exit_code if failure else 0)
+            if options.speaks and failure is None and last.first_rank == 0:
+                happenings.say(happenings.how_it_went(log_dir / happenings.FILE, time.monotonic() - begun))
         if last and failure is not None:
             raise RunFailed(last.story, failure, log_dir)
+
+
+def _what_runs(options: Options, this: Round, transport: str, log_dir: Path) -> str:
+    """Returns the line at the start of a run."""
+    gpus = visible_gpus()
+    decides = options.resolved_strategy == "auto"  # The process takes all of its devices.
+    replicas = this.nodes.size if this.nodes else max(1, gpus) if decides else options.size
+    machines = len(this.nodes.met) if this.nodes else 1
+    where = "on this machine" if machines == 1 else f"on {machines} machines"
+    devices = "CPU" if not gpus else f"{min(gpus, replicas)} GPU{'s' * (min(gpus, replicas) > 1)}" if machines == 1 else "GPU"
+    line = f"{replicas} replica{'s' * (replicas > 1)} {where} ({devices})"
+    if replicas == 1:
+        return f"{line}; `tfrep run -n 2` starts two" if options.num_replicas is None else line
+    if decides or options.strategy == "mirrored":
+        return f"{line}, in one process"
+    kept = "" if options.log_dir is not None else ", kept if it fails"
+    return f"{line}, {transport}; logs in {log_dir}{kept}"
 
 
 @contextlib.contextmanager
 def _output_shown(options: Options, this: Round, logs: Mapping[int, Path]) -> Iterator[None]:
     """Shows the output of all ranks of this machine, if that is wanted."""
-    if this.nodes and this.first_rank:
+    if this.nodes and this.first_rank and options.speaks:
         folder = logs[this.first_rank].parent
-        print(f"{this.nodes.own.name} has {this.nodes.describe()}. Their output is in {folder}", file=sys.stderr)
+        happenings.say(f"{this.nodes.own.name} has {this.nodes.describe()}; logs in {folder}")
     if not options.prefix:
         yield
         return
@@ -474,7 +506,9 @@ def _commands(
     """Yields what each rank runs, of which the first has some variables more. Addresses are free as long as the body runs."""
     nodes = this.nodes
     environ = inherited_environ() | {"PYTHONUNBUFFERED": "1", "TFREP_RESTARTS": str(this.number)} | more_environ
-    processes = 1 if options.strategy == "mirrored" else options.size
+    if not options.speaks:
+        environ["TFREP_QUIET"] = "1"
+    processes = options.processes
     environ |= thread_variables(processes)
     strategy = options.resolved_strategy
     if strategy is not None:

@@ -12,11 +12,10 @@ from collections.abc import Iterable, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
-from tfrep_strategy.cluster.command import module_command
+from tfrep_strategy.cluster.command import check_script, module_command
 from tfrep_strategy.cluster.environments import detect_environment
 from tfrep_strategy.cluster.profiles.requests import answer_requests, name_of_folder
 from tfrep_strategy.cluster.signs_of_life import give_signs
-from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.running.hosts import run_on_hosts, runs_on_other_hosts
 from tfrep_strategy.running.joining import for_this_pod, join_outer_run, outer_run
 from tfrep_strategy.running.nodes import meet_nodes
@@ -67,29 +66,6 @@ def run_script(target: str, arguments: Sequence[str], options: Options, *, as_mo
             run_on_hosts(options, program, events)
         else:
             run_ranks_of_script(program, options, events, None if nodes is None else [Round(0, events, nodes)])
-
-
-def check_script(kind: str, target: str) -> None:
-    """Refuses a script that does not exist.
-
-    Args:
-        kind: "script" or "module".
-        target: Its path or name.
-
-    Raises:
-        ConfigurationError: There is no such script.
-
-    Example:
-        >>> check_script("module", "my_package.train")
-    """
-    if kind == "script" and not os.path.exists(target):
-        raise ConfigurationError(
-            message(
-                "There is no such script.",
-                hint="check the path; for a module use -m.",
-                script=target,
-            )
-        )
 
 
 def run_ranks_of_script(program: Sequence[str], options: Options, events: Events, rounds: Iterable[Round] | None = None) -> None:

@@ -241,7 +241,7 @@ class Launcher:
         return PeerError(
             message(
                 "Machine 0, with the rendezvous of the run, was lost. All ranks of this machine were ended.",
-                hint="start the run again on all machines: each fit goes on from its last backup.",
+                hint="start the run again on all machines: each fit resumes from its last backup.",
                 rendezvous=self._node.rendezvous,
                 backup_dir=str(self.options.backup_dir),
             )

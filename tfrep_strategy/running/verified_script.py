@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from tfrep_strategy.cluster.command import check_script
 from tfrep_strategy.cluster.identity import inherited_environ
+from tfrep_strategy.core.limits import check_keras_backend
 from tfrep_strategy.errors import check_count
-from tfrep_strategy.running.script import check_script
 
 _SAFETY = 16.0
 """How much further replicas may part from one device than one device from itself, with weights that are changed in their last bit.
@@ -66,7 +67,7 @@ def verify_script(
         as_module: Whether `target` is a module, as for `python -m`.
 
     Raises:
-        ConfigurationError: There is no such script, or a number cannot be used.
+        ConfigurationError: There is no such script, a number cannot be used, or Keras would be loaded with another backend.
 
     Example:
         >>> verify_script("train.py", [], steps=0)
@@ -75,6 +76,7 @@ def verify_script(
         tfrep_strategy.errors.ConfigurationError: Nothing would be compared. Received: steps=0
         Hint: use a whole number, 1 or more.
     """
+    check_keras_backend()
     check_count("Nothing would be compared.", 1, steps=steps)
     check_count("One replica is one device.", 2, num_replicas=num_replicas)
     check_script("module" if as_module else "script", target)
@@ -89,7 +91,7 @@ def verify_script(
             own.mkdir()
             more |= {"TFREP_VERIFY_DIR": str(own), "TFREP_VERIFY_STEPS": str(steps), "TFREP_VERIFY_FULL": str(int(full))}
             environ = {"PYTHONHASHSEED": "0"} | inherited_environ() | more
-            command = [sys.executable, "-m", "tfrep_strategy.cli", "run", *options, *program]
+            command = [sys.executable, "-m", "tfrep_strategy.cli", "run", "--quiet", *options, *program]
             output = None if name == "replicas" else subprocess.DEVNULL
             with _fresh_folder() as here:
                 return subprocess.run(command, env=environ, cwd=here, stdout=output, check=False).returncode

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfrep_strategy.cluster.devices import identity_of_gpu, logical_devices, nccl_connects, warn_if_shared, warn_of_unseen_gpus
 from tfrep_strategy.cluster.environments import detect_environment
+from tfrep_strategy.cluster.events import say_strategy
 from tfrep_strategy.communicators import Communicator
 from tfrep_strategy.communicators.local import LocalGroup
 from tfrep_strategy.core.step import Shards
@@ -170,6 +171,9 @@ class MirroredStrategy(SynchronousStrategy):
         names = _resolve(devices)
         self.devices = [name.removeprefix("/device:") for name in names]
         super().__init__(_Extended(self, LogicalDevices(names, devices_per_replica, self.keras_layer_placement)))
+        uses_nccl = isinstance(self.extended._cross_device_ops, NcclAllReduce)
+        kind = self.devices[0].partition(":")[0]
+        say_strategy(self.num_replicas_in_sync, "in this process", kind, "nccl" if uses_nccl else "")
 
     devices = CheckedSetting(fixed=True, of_run=True)
     devices_per_replica = CheckedSetting(positive("devices"), fixed=True)

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfrep_strategy.cluster.devices import full_name, replica_device, take_own_gpu
 from tfrep_strategy.cluster.environments import detect_environment
+from tfrep_strategy.cluster.events import say_strategy
 from tfrep_strategy.cluster.hardware import THREADS_VARIABLE, is_bound, threads_of_rank
 from tfrep_strategy.cluster.resolver import resolver_of
 from tfrep_strategy.cluster.watcher import start_watcher
@@ -120,6 +121,10 @@ class MultiWorkerStrategy(SynchronousStrategy):
         order_loops_that_draw(self.communicator.size)
         remember(self)
         let_the_chief_decide(self.communicator.rank, self.communicator.size)
+        if self.communicator.rank == 0:
+            hosts = set(environment.hosts)
+            where = "on this machine" if len(hosts) == 1 else f"on {'several' if '' in hosts else len(hosts)} machines"
+            say_strategy(self.communicator.size, where, self.device.partition(":")[0], self.communicator.name)
 
     bucket_bytes = CheckedSetting(or_none(positive("bytes")))
     communicator = CheckedSetting(fixed=True, of_run=True)

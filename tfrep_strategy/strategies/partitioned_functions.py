@@ -26,6 +26,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfrep_strategy.core.limits import verification
+from tfrep_strategy.core.out_of_memory import note_out_of_memory
 from tfrep_strategy.core.step import Shards
 from tfrep_strategy.core.tf import (
     Function,
@@ -551,9 +552,13 @@ def call_in_scope(function: Any, *args: Any, **kwargs: Any) -> Any:
     strategy = strategy_here() if threading.current_thread() is threading.main_thread() else None
     shares = strategy is not None and _shares(strategy)
     found = candidate(function) if shares or verification() is not None else None
-    if found is None or any(map(_is_distributed, (*args, *kwargs.values()))):
-        return _original_call(function, *args, **kwargs)
-    return found(*args, **kwargs) if shares else found.call_original(*args, **kwargs)
+    try:
+        if found is None or any(map(_is_distributed, (*args, *kwargs.values()))):
+            return _original_call(function, *args, **kwargs)
+        return found(*args, **kwargs) if shares else found.call_original(*args, **kwargs)
+    except tf.errors.OpError as error:
+        note_out_of_memory(error)
+        raise
 
 
 def _shares(strategy: Any) -> bool:

@@ -257,7 +257,7 @@ def test_who_does_not_come_is_named(start: Start, address: str) -> None:
     for each in meetings:
         error = each.exception(LIMIT)
         assert isinstance(error, PeerError), error
-        assert "The ranks did not meet within 1.5 seconds. Ranks 1, 3 have not come. " in str(error)
+        assert "Not all ranks came to the rendezvous within 1.5 seconds. Ranks 1, 3 have not come. " in str(error)
         assert address in str(error)
 
 

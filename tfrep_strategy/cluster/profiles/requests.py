@@ -286,13 +286,13 @@ def find_run(pid: int) -> tuple[Path, Path]:
         >>> find_run(1)
         Traceback (most recent call last):
         ...
-        tfrep_strategy.errors.ConfigurationError: This process starts no run now: it has ended, or is no launcher of yours...
+        tfrep_strategy.errors.ConfigurationError: No run of yours has this process id: it may have ended...
     """
     for folder in Path(tempfile.gettempdir()).glob(f"tfrep-{pid}-*") if psutil.pid_exists(pid) else ():
         with contextlib.suppress(OSError):
             if folder.stat().st_uid == os.geteuid():  # Another user may have written anything.
                 return folder, Path((folder / _PROFILE_DIR).read_text("utf-8"))
-    what = "This process starts no run now: it has ended, or is no launcher of yours."
+    what = "No run of yours has this process id: it may have ended."
     raise ConfigurationError(message(what, hint="name the process id of `tfrep run`.", run=pid))
 
 

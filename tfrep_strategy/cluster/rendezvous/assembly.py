@@ -300,7 +300,7 @@ class Assembly:
         if guest.said is None:
             if guest.address not in self._refused:
                 self._refused.add(guest.address)
-                _log.warning("At %s, a process at %s has another secret, and is not let in.", self._place.address, guest.address)
+                _log.warning("At %s, a process at %s has another secret, and is refused.", self._place.address, guest.address)
             return
         member = _Member(guest.connection, guest.said, is_ready=False)
         if problem := self._misfit(member.statement):

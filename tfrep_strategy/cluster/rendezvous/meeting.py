@@ -100,7 +100,7 @@ def _read(path: Path, **setting: str) -> bytes:
         ) from None
     if secret is None:
         raise ConfigurationError(
-            message(f"The secret is no file of up to {_LONGEST} bytes.", hint=_MAKE_ONE, code="TFREP-E015", **setting)
+            message(f"The secret must be a file of at most {_LONGEST} bytes.", hint=_MAKE_ONE, code="TFREP-E015", **setting)
         )
     # Kubernetes gives a Secret to a pod that does not run as root through the group of the pod (fsGroup).
     from_root = found.st_uid == 0 and os.geteuid() != 0
@@ -108,7 +108,7 @@ def _read(path: Path, **setting: str) -> bytes:
     if mode & (0o037 if from_root else 0o077):
         raise ConfigurationError(
             message(
-                f"Others may read the secret: its file has mode {mode:o}.",
+                f"Other users may read the secret: its file has mode {mode:o}.",
                 hint="chmod 600; for a Secret of Kubernetes, `defaultMode: 0400`, and `fsGroup` if the pod does not run as root.",
                 code="TFREP-E015",
                 **setting,
@@ -227,7 +227,7 @@ class Visit:
             raise ConfigurationError(
                 message(
                     f"The {self.place.shared} of this process is not that of {self.place.named([0]).lower()}.",
-                    hint=f"use one {self.place.shared} everywhere ({self.place.setting}), and another address for each run.",
+                    hint=f"use one {self.place.shared} everywhere ({self.place.setting}), and a different address for each run.",
                     code="TFREP-E014",
                     rendezvous=self.place.address,
                 )
@@ -260,7 +260,7 @@ def given_up(place: Place, seconds: float, problem: str) -> PeerError:
     """
     return PeerError(
         message(
-            f"The {place.noun}s did not meet within {seconds:g} seconds. {problem}.",
+            f"Not all {place.noun}s came to the rendezvous within {seconds:g} seconds. {problem}.",
             hint="check that all were started, and that they reach this address; TFREP_RENDEZVOUS_TIMEOUT sets the limit.",
             code="TFREP-E013",
             rendezvous=place.address,
@@ -425,7 +425,7 @@ class _Host:
         if guest.said is None:  # Any program may connect and send anything. The others are still awaited.
             if guest.address not in self._refused:
                 self._refused[guest.address] = None
-                what = "At %s, a process at %s has another %s, and is not let in."
+                what = "At %s, a process at %s has another %s, and is refused."
                 _log.warning(what, self._place.address, guest.address, self._place.shared)
             return
         if is_loopback(self._own_host):

@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfrep_strategy.cluster.notices import keeping_requests
+from tfrep_strategy.core.out_of_memory import noting_out_of_memory
 from tfrep_strategy.core.step import Whole
 from tfrep_strategy.core.tf import is_none
 from tfrep_strategy.data.agreement import Fingerprint
@@ -96,6 +97,7 @@ class SynchronousDriver(Updates, Losses, Logs, Placement, Layers, EmptyParts, Ca
         extended.resumes_at = 0, 0
         try:
             with (
+                noting_out_of_memory(),
                 keeping_requests(),
                 run_backups.writes.waited_for(),
                 profiled(lambda: TracesOfRanks(self.strategy), self.strategy.extended.is_chief) as self.profile,
@@ -159,7 +161,8 @@ class SynchronousDriver(Updates, Losses, Logs, Placement, Layers, EmptyParts, Ca
         """Records that data is not read for validation in `fit`, since a callback may evaluate and predict as well."""
         before, read_before, self.is_called = self.is_called, self.read_last, True
         try:
-            yield
+            with noting_out_of_memory():
+                yield
         finally:
             self.is_called, self.read_last = before, read_before
 
@@ -196,7 +199,7 @@ class SynchronousDriver(Updates, Losses, Logs, Placement, Layers, EmptyParts, Ca
         steps = self.read_last = StepsOfReplicas(self, epochs, **kwargs)
         if begins_fit:
             self.steps_of_fit = steps
-            steps.is_of_fit, steps.profile = True, self.profile
+            steps.is_of_fit, steps.profile, steps.pace = True, self.profile, self.profile.pace
         elif validates:
             done, self.strategy.extended.validations_done = self.strategy.extended.validations_done, 0
             steps.pass_over_validations(done)

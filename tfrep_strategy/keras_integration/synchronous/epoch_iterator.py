@@ -29,7 +29,7 @@ from tfrep_strategy.core.step import KerasStrategy, KnownRows
 from tfrep_strategy.core.tf import dataset_kinds, is_traced, leaves_traces, parts_of_dataset
 from tfrep_strategy.keras_integration.finding import loops_data_of
 from tfrep_strategy.keras_integration.internals import TFEpochIterator, array_data_adapter
-from tfrep_strategy.keras_integration.profiled_fit import ProfiledFit
+from tfrep_strategy.keras_integration.profiled_fit import Pace, ProfiledFit
 
 
 @dataclass(frozen=True)
@@ -241,6 +241,8 @@ class StepsOfReplicas(TFEpochIterator):
         """Called before each step, when all callbacks have seen the previous one."""
         self.profile: ProfiledFit | None = None
         """Marks the steps in traces, from the begin of each execution until all callbacks have seen it."""
+        self.pace: Pace | None = None
+        """Measures how fast they are, in a run that says so at its end."""
         self._mark, self._is_marked = contextlib.ExitStack(), False
         self._noted_steps: Generator[Any, None, None] | None = None
 
@@ -275,12 +277,14 @@ class StepsOfReplicas(TFEpochIterator):
         if self._is_marked:
             self._is_marked = False
             self._mark.close()
+        if self.pace is not None:
+            self.pace.step()
         step = next(self._epoch_iterator)
         if self.before_step is not None:
             self.before_step(step[0])
         if self.profile is not None:
             if self.profile.wanted is None and not is_traced():
-                self.profile.done += step[1] - step[0] + 1
+                self.profile.count(step[1] - step[0] + 1)
             else:
                 self._is_marked = True
                 self._mark.enter_context(self.profile.step(step[1] - step[0] + 1))
@@ -293,6 +297,8 @@ class StepsOfReplicas(TFEpochIterator):
             with super().catch_stop_iteration(), self._mark:
                 yield
         finally:
+            if self.pace is not None:
+                self.pace.pause()
             if self._noted_steps is not None:
                 self._noted_steps.close()  # Records the last step now, also if a callback has ended the epoch.
 
@@ -324,14 +330,16 @@ class StepsOfReplicas(TFEpochIterator):
     def _get_iterator(self) -> Any:
         if self._generator is not None:
             self._generator.begin()
-        return super()._get_iterator()
+        data = super()._get_iterator()
+        return data if self.pace is None else self.pace.watching(data)
 
     def _noted(self, steps: Iterator[Any], generator: GeneratorReading) -> Generator[Any, None, None]:
         other = None
         for first, last, iterator in steps:
             if generator.is_interrupted:
                 generator.begin(goes_on=True)
-                other = iter(super()._get_iterator())
+                data = super()._get_iterator()
+                other = iter(data if self.pace is None else self.pace.watching(data))
                 if self._current_iterator is not None:
                     self._current_iterator = other
             try:
