@@ -37,7 +37,9 @@ def _commands() -> list[str]:
     """Returns all commands of recipes and examples that start with `tfrep`."""
     code = [block for page in _RECIPES.glob("*.md") for block in _blocks(page.read_text("utf-8"), r"(?:bash|console)")]
     docstrings = [path.read_text("utf-8").split('"""')[1] for path in (_REPOSITORY / "examples").glob("*.py")]
-    return re.findall(r"\btfrep (?:run|verify) .*?(?=\s*(?:#|`|$))", "\n".join([*code, *docstrings]), re.MULTILINE)
+    return re.findall(
+        r"\btfrep (?:run|verify) .*?(?=\s*(?:#|`|$))", re.sub(r" *\\\n *", " ", "\n".join([*code, *docstrings])), re.MULTILINE
+    )
 
 
 @pytest.mark.lane("quick")
