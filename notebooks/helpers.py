@@ -1,63 +1,50 @@
-"""What the notebooks share: devices and a clock, folders of pictures, trained weights, a score, and plots."""
+"""The notebooks share devices, folders of pictures, a score, and plots."""
 
 from __future__ import annotations
 
 import os
-import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import keras
+import matplotlib.pyplot as plt
 import numpy as np
 import tensorflow as tf
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.errors import ConfigurationError, message
 
 Painter = Callable[[np.random.Generator, int], np.ndarray]
 """Paints a picture, given a source of random numbers and a size: float32 of shape `[size, size, 3]`, between 0 and 1."""
 
+_MIB_OF_A_PART = 3072
+"""The memory of a replica that shares a GPU. It is enough for each notebook."""
 
-# Devices and a clock.
+plt.rcParams.update({"figure.dpi": 110, "font.size": 11, "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True})
 
 
-class EpochClock(keras.callbacks.Callback):
-    """Times the epochs of `fit`, without the validation after each.
-
-    Attributes:
-        seconds: The duration of each epoch.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seconds: list[float] = []
-        self._start = self._last_batch = 0.0
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._start = time.perf_counter()
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._last_batch = time.perf_counter()
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.seconds.append(self._last_batch - self._start)
-
-    def examples_per_second(self, examples: int) -> float:
-        """Returns the throughput: the median over the epochs without the first, which compiles."""
-        return examples / statistics.median(self.seconds[1:])
+# Devices.
 
 
 def replica_devices(n: int) -> list[str]:
-    """Returns the devices of `n` replicas: GPUs if there are enough, else logical CPUs that share the cores.
+    """Returns the devices of `n` replicas: one GPU each, else parts of a GPU, else logical CPUs that share the cores.
 
-    Fewer GPUs than replicas are hidden, since all replicas need devices of one kind. Call it before TensorFlow is used.
+    Call it before TensorFlow is used.
+
+    Args:
+        n: The number of replicas.
+
+    Returns:
+        Their names, such as `["GPU:0", "GPU:1"]`.
     """
-    if len(tf.config.list_physical_devices("GPU")) >= n:
-        return [f"GPU:{i}" for i in range(n)]
-    tf.config.set_visible_devices([], "GPU")
-    return tfrep.use_logical_cpus(n)
+    gpus = tf.config.list_physical_devices("GPU")
+    if not gpus:
+        return tfrep.use_logical_cpus(n)
+    if len(gpus) < n:
+        tf.config.set_visible_devices(gpus[0], "GPU")
+        part = tf.config.LogicalDeviceConfiguration(memory_limit=_MIB_OF_A_PART)
+        tf.config.set_logical_device_configuration(gpus[0], [part] * n)
+    return [f"GPU:{i}" for i in range(n)]
 
 
 # Folders with a folder of JPEG files for each class.
@@ -119,27 +106,7 @@ def list_image_folder(folder: str | os.PathLike[str]) -> ImageFolder:
     return ImageFolder([str(path) for each in files for path in each], labels, [each.name for each in classes])
 
 
-# Trained weights, and a score.
-
-
-def load_pretrained(
-    application: Callable[..., keras.Model], weights: str | os.PathLike[str] = "imagenet", **arguments: Any
-) -> keras.Model:
-    """Builds a model of `keras.applications` with trained weights.
-
-    Args:
-        application: A function such as `keras.applications.VGG16`.
-        weights: `"imagenet"`, which Keras fetches, or the path of a file of weights.
-        **arguments: What else the function takes, such as `include_top` and `input_shape`.
-
-    Raises:
-        ConfigurationError: The weights cannot be fetched, or do not fit.
-    """
-    try:
-        return application(weights=os.fspath(weights), **arguments)
-    except Exception as error:  # Keras raises a bare Exception where it cannot fetch a file.
-        hint = "fetch them where there is a network, and pass the path of the file."
-        raise ConfigurationError(message("The weights cannot be fetched.", hint=hint, weights=weights)) from error
+# A score.
 
 
 def inception_score(probabilities: np.ndarray) -> float:
@@ -174,7 +141,7 @@ def draw_curves(
     axes.legend()
 
 
-def draw_bars(axes: Any, bars: Mapping[str, float], *, xlabel: str = "examples per second") -> None:
+def draw_bars(axes: Any, bars: Mapping[str, float], *, xlabel: str) -> None:
     """Draws horizontal bars from top to bottom, with their values."""
     drawn = axes.barh(list(bars), list(bars.values()), color=[f"C{i}" for i in range(len(bars))])
     axes.bar_label(drawn, labels=[f"{value:,.3g}" if value < 1000 else f"{value:,.0f}" for value in bars.values()], padding=3)
@@ -184,13 +151,19 @@ def draw_bars(axes: Any, bars: Mapping[str, float], *, xlabel: str = "examples p
 
 
 def draw_spread(
-    axes: Any, runs: Mapping[str, Sequence[Sequence[float]]], *, x: Sequence[float], xlabel: str, ylabel: str
+    axes: Any,
+    runs: Mapping[str, Sequence[Sequence[float]]],
+    *,
+    x: Sequence[float],
+    xlabel: str,
+    ylabel: str,
+    first_color: int = 0,
 ) -> None:
     """Draws means over several seeds, a row of values for each, with their standard errors as bars."""
-    for i, (name, rows) in enumerate(runs.items()):
+    for i, (name, rows) in enumerate(runs.items(), start=first_color):
         values = np.asarray(rows, np.float64)
         errors = values.std(0, ddof=1) / np.sqrt(len(values)) if len(values) > 1 else np.zeros(len(x))
-        axes.errorbar(x, values.mean(0), yerr=errors, marker="o", capsize=4, color=f"C{i}", label=name)
+        axes.errorbar(x, values.mean(0), yerr=errors, marker="os^D"[i % 4], capsize=4, color=f"C{i}", label=name)
     axes.set(xlabel=xlabel, ylabel=ylabel)
     axes.legend()
 
@@ -199,6 +172,7 @@ def draw_pictures(axes: Any, pictures: np.ndarray, *, columns: int = 8, title: s
     """Draws pictures of shape `[n, height, width, 1 or 3]`, between 0 and 1, as one grid. One channel is ink on paper."""
     n, height, width, channels = pictures.shape
     rows = -(-n // columns)
+    axes.grid(False)
     grid = np.full([rows * (height + 1) - 1, columns * (width + 1) - 1, channels], 0.5)
     for i, picture in enumerate(pictures):
         top, left = i // columns * (height + 1), i % columns * (width + 1)
@@ -210,6 +184,7 @@ def draw_pictures(axes: Any, pictures: np.ndarray, *, columns: int = 8, title: s
 def draw_confusion(axes: Any, matrix: np.ndarray, class_names: Sequence[str], *, title: str = "") -> None:
     """Draws how many examples of each class (row) were taken for each class (column)."""
     matrix = np.asarray(matrix)
+    axes.grid(False)
     axes.imshow(matrix, cmap="Blues", vmin=0)
     for (row, column), count in np.ndenumerate(matrix):
         color = "white" if count > matrix.max() / 2 else "black"
