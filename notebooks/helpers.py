@@ -141,9 +141,9 @@ def draw_curves(
     axes.legend()
 
 
-def draw_bars(axes: Any, bars: Mapping[str, float], *, xlabel: str) -> None:
+def draw_bars(axes: Any, bars: Mapping[str, float], *, xlabel: str, color: str = "C0") -> None:
     """Draws horizontal bars from top to bottom, with their values."""
-    drawn = axes.barh(list(bars), list(bars.values()), color=[f"C{i}" for i in range(len(bars))])
+    drawn = axes.barh(list(bars), list(bars.values()), color=color)
     axes.bar_label(drawn, labels=[f"{value:,.3g}" if value < 1000 else f"{value:,.0f}" for value in bars.values()], padding=3)
     axes.margins(x=0.18)
     axes.set(xlabel=xlabel)

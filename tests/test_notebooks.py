@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,13 +15,15 @@ import nbformat
 import psutil
 import pytest
 from nbclient import NotebookClient
+from nbformat import v4
 
 pytestmark = pytest.mark.lane("notebooks")
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
 _NOTEBOOKS = sorted((_REPOSITORY / "notebooks").glob("*.ipynb"))
 _SECONDS = 280.0
-"""For a whole notebook. It takes about a minute on two cores that are free."""
+"""For a whole notebook. It takes less than a minute on two cores that are free."""
+_PUBLISHED = "https://github.com/somebody/a_copy"
 
 each_notebook = pytest.mark.parametrize("path", _NOTEBOOKS, ids=lambda path: path.stem)
 
@@ -55,7 +61,9 @@ def test_it_runs_and_leaves_no_process(path: Path, tmp_path: Path, monkeypatch: 
 @each_notebook
 def test_as_committed(path: Path) -> None:
     notebook, cells = _code(path)
-    assert notebook.cells[0].source.startswith("# ")
+    first = notebook.cells[0].source
+    assert first.startswith("# ")
+    assert re.search(r"It takes about \d minutes? on two CPU cores", first)
     assert cells[0].source == _code(_NOTEBOOKS[0])[1][0].source  # All begin alike.
     assert "assert " in cells[-1].source
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
@@ -63,3 +71,52 @@ def test_as_committed(path: Path) -> None:
     outputs = [output for cell in cells for output in cell.outputs]
     assert not [output for output in outputs if output.output_type == "error" or output.get("name") == "stderr"]
     assert str(Path.home()) not in path.read_text("utf-8")
+
+
+@each_notebook
+def test_no_throughput_of_replicas_that_share_cores(path: Path) -> None:
+    assert not re.search(r"examples_per_second|examples per second|examples/s|EpochClock", path.read_text("utf-8"))
+
+
+def _badges(path: Path) -> list[tuple[str, str]]:
+    text = path.read_text("utf-8")
+    return re.findall(r"https://colab\.research\.google\.com/github/(\S+)/blob/main/notebooks/(\w+)\.ipynb", text)
+
+
+def _repository(path: Path) -> str:
+    found = re.match(r'REPOSITORY = "https://github\.com/([\w/-]+)"', _code(path)[1][0].source)
+    assert found
+    return found[1]
+
+
+@pytest.mark.lane("quick")
+def test_one_command_puts_the_address_into_variables_and_badges(tmp_path: Path) -> None:
+    for path in _NOTEBOOKS:
+        assert _badges(path) == [(_repository(path), path.stem)]
+        shutil.copy(path, tmp_path)
+    shutil.copy(_REPOSITORY / "notebooks" / "address.py", tmp_path)
+    subprocess.run([sys.executable, tmp_path / "address.py", _PUBLISHED], check=True, timeout=60)
+    for path in _NOTEBOOKS:
+        changed = tmp_path / path.name
+        assert _badges(changed) == [("somebody/a_copy", path.stem)]
+        assert _repository(changed) == "somebody/a_copy"
+        assert changed.read_text("utf-8").replace("somebody/a_copy", _repository(path)) == path.read_text("utf-8")
+
+
+@pytest.mark.parametrize("beside", [True, False], ids=["a clone", "an address"])
+def test_the_first_cell_finds_the_helpers(beside: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(_REPOSITORY))  # The package is installed, and the helpers are not.
+    repository, elsewhere = tmp_path / "repository", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (repository / "notebooks").mkdir(parents=True)
+    for name in ("helpers.py", "pictures.py"):
+        shutil.copy(_REPOSITORY / "notebooks" / name, repository / "notebooks")
+    git = ["git", "-C", str(repository), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message", "Helpers"]):
+        subprocess.run([*git, *command], check=True, timeout=60)
+    source = re.sub(r'(?<=REPOSITORY = ")[^"]+', repository.as_uri(), _code(_NOTEBOOKS[0])[1][0].source)
+    notebook = v4.new_notebook(cells=[v4.new_code_cell(source), v4.new_code_cell("import helpers\nprint(helpers.__file__)")])
+    folder = repository / "notebooks" if beside else elsewhere
+    NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(folder)}}).execute()
+    found = repository if beside else elsewhere / "tfrep_source"
+    assert notebook.cells[1].outputs[-1].text.strip() == str(found / "notebooks" / "helpers.py")
