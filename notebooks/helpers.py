@@ -146,6 +146,7 @@ def draw_bars(axes: Any, bars: Mapping[str, float], *, xlabel: str, color: str =
     drawn = axes.barh(list(bars), list(bars.values()), color=color)
     axes.bar_label(drawn, labels=[f"{value:,.3g}" if value < 1000 else f"{value:,.0f}" for value in bars.values()], padding=3)
     axes.margins(x=0.18)
+    axes.grid(axis="y", visible=False)
     axes.set(xlabel=xlabel)
     axes.invert_yaxis()
 
