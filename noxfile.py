@@ -7,6 +7,7 @@ A session of a version installs Python, TensorFlow and Keras as it says into a f
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import nox
@@ -20,6 +21,12 @@ VERSIONS = {
     "newest": ("3.11", "tensorflow", "keras"),
 }
 """Of each session: Python, and what is installed before the package."""
+
+BESIDE = (
+    *("keras-hub", "keras-rs", "bayesflow", "scikeras", "shap", "tensorflow-datasets"),
+    *("comet-ml", "neptune", "neptune-scale"),
+)
+"""What is installed beside the package for `tests/strategies/packages/test_beside.py`, each in its newest release."""
 
 nox.options.sessions = list(VERSIONS)
 
@@ -100,11 +107,36 @@ def release(session: nox.Session) -> None:
     session.run("twine", "check", "--strict", "dist/*")
 
 
+def but_tensorflow(*extras: str) -> list[str]:
+    """Returns what the package and some extras require, without TensorFlow and Keras, of which a session installs its own."""
+    project = nox.project.load_toml("pyproject.toml")["project"]
+    of_extras, found = project["optional-dependencies"], [*project["dependencies"]]
+    for extra in extras:
+        for requirement in of_extras[extra]:
+            others = re.fullmatch(r"tfrep-strategy\[(.*)\]", requirement)
+            found += but_tensorflow(*others[1].split(",")) if others else [requirement]
+    return [each for each in dict.fromkeys(found) if not each.startswith(("tensorflow", "keras<", "keras>"))]
+
+
 @nox.session(python="3.11")
 def nightly(session: nox.Session) -> None:
     """Says what of the package no longer fits the nightlies of TensorFlow and Keras: every private name, and every replacement."""
-    project = nox.project.load_toml("pyproject.toml")["project"]
-    others = [each for each in project["dependencies"] if not each.startswith(("tensorflow", "keras"))]
-    session.install("tf-nightly", "keras-nightly", *others)
+    session.install("tf-nightly", "keras-nightly", *but_tensorflow())
     session.install("--no-deps", ".")
     session.run("tfrep", "doctor", "--patches", success_codes=[0, 1])
+
+
+@nox.session(python="3.11")
+def tensorflow_cpu(session: nox.Session) -> None:
+    """Runs the quick tests with the distribution `tensorflow-cpu`, installed as docs/getting_started.md says."""
+    session.install("tensorflow-cpu", "keras", *but_tensorflow("test"))
+    session.install("--no-deps", ".")
+    session.run("pip", "show", "--quiet", "tensorflow", success_codes=[1])  # Nothing has brought it.
+    session.run("pytest", "-p", "no:cacheprovider", "-m", "quick", *session.posargs)
+
+
+@nox.session(python="3.13")
+def packages(session: nox.Session) -> None:
+    """Runs the tests of packages that are installed beside this one, some of which leave older versions of Python behind."""
+    session.install(".", "pytest", "pytest-timeout", *BESIDE)
+    session.run("pytest", "-p", "no:cacheprovider", "tests/strategies/packages/test_beside.py", *session.posargs)

@@ -46,7 +46,7 @@ LANES: dict[str, tuple[str, ...]] = {
     "profiles": (),
     "drawn": (),
     "scenarios": tuple(f"{kind}_{half}" for kind in _KINDS for half in (1, 2)),
-    "versions": ("oldest", "colab"),
+    "versions": ("oldest", "colab", "tensorflow_cpu", "packages"),
 }
 """The other lanes, and the parts of those that are too long for one go: `programs_tf`. CONTRIBUTING.md says what is in each.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,38 @@ def test_two_threads_do_not_train_at_once(worker_pool: Any) -> None:
         np.testing.assert_allclose(later, wanted, rtol=1e-5)
         assert "Another thread trains" in error
         assert "Hint: " in error
+
+
+def _dies(model: Any) -> None:
+    def batches() -> Iterator[np.ndarray]:
+        yield _X[:3]
+        raise OSError("the camera is gone")
+
+    if not tfrep.is_chief():
+        model.predict(batches(), verbose=0)
+
+
+def _predicts_in_a_thread_that_dies(strategy: Any) -> tuple[list[float], list[str], np.ndarray]:
+    with strategy.scope():
+        losses, weights, meanwhile = _trained(_dies)
+        model = _model()
+        model.set_weights(weights)
+        return losses, [str(each) for each in meanwhile.errors], model.predict(_X, verbose=0)
+
+
+@pytest.mark.parametrize("communicator", ["tf", *in_lane("callbacks", "horovod", "shared_memory")])
+def test_a_thread_that_dies_while_it_predicts_ends_nothing_else(communicator: str, worker_pool: Any) -> None:
+    wanted, weights, _ = _trained(lambda model: None)
+    alone = _model()
+    alone.set_weights(weights)
+    ranks = worker_pool(communicator, 2).run(_predicts_in_a_thread_that_dies)
+    for losses, _, predicted in ranks:
+        np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+        np.testing.assert_allclose(predicted, alone.predict(_X, verbose=0), rtol=1e-4, atol=1e-5)
+    (_, errors, _), (_, of_other, _) = ranks
+    assert not errors
+    assert len(of_other) == 2, of_other  # In each epoch.
+    assert all("the camera is gone" in each for each in of_other)
 
 
 def _sharded(strategy: Any, folder: str) -> tuple[list[float], list[str]]:

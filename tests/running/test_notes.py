@@ -33,6 +33,14 @@ def _insert_twice(folder: Path) -> None:
             connection.execute("INSERT INTO studies VALUES ('a')")
 
 
+def _prepare(folder: Path) -> None:
+    """As TensorFlow Datasets does."""
+    try:
+        (folder / "gone.txt").read_text()
+    except OSError as error:
+        raise RuntimeError("Failed to finalize") from error
+
+
 @pytest.mark.parametrize(
     ("fails", "ranks", "named"),
     [
@@ -41,9 +49,10 @@ def _insert_twice(folder: Path) -> None:
         (lambda folder: tf.io.gfile.GFile(str(folder / "gone.txt")).read(), (1,), ""),
         (_read_half, (1,), "half.json"),
         (_insert_twice, (1,), "study.db"),
+        (_prepare, (1,), "gone.txt"),
         (lambda folder: int("seven"), (), ""),
     ],
-    ids=["exists", "not there", "not there for TensorFlow", "half a file", "a row that is there", "no file"],
+    ids=["exists", "not there", "not there for TensorFlow", "half a file", "a row that is there", "told in other words", "no file"],
 )
 def test_who_comes_second_to_a_file_is_told_how_to_take_turns(
     fails: Callable[[Path], None], ranks: tuple[int, ...], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

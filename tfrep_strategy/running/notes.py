@@ -145,11 +145,17 @@ def _is_inner(file: str) -> bool:
 
 
 def _hint(error: BaseException) -> str:
-    collided = isinstance(error, OSError) and error.errno in _COLLISIONS
     environment = detect_environment()
-    if not collided and environment.rank:
-        collided = not _COLLISIONS_OF_OTHERS.isdisjoint(kind.__name__ for kind in type(error).__mro__)
-    return _COLLISION_HINT.format(path=_path_of(error)) if collided and environment.size > 1 else ""
+    cause: BaseException | None = error
+    while cause is not None and not _has_collided(cause, environment.rank):
+        cause = cause.__cause__  # Packages raise errors of their own from those of files.
+    return _COLLISION_HINT.format(path=_path_of(cause)) if cause is not None and environment.size > 1 else ""
+
+
+def _has_collided(error: BaseException, rank: int) -> bool:
+    if isinstance(error, OSError) and error.errno in _COLLISIONS:
+        return True
+    return rank > 0 and not _COLLISIONS_OF_OTHERS.isdisjoint(kind.__name__ for kind in type(error).__mro__)
 
 
 def _path_of(error: BaseException) -> str:

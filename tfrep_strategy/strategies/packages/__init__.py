@@ -15,8 +15,11 @@ from tfrep_strategy.core.replacements import Replacements
 from tfrep_strategy.errors import UnsupportedVersionError, warn
 
 _WITH_TABLES = ("keras_tuner", "optuna", "mlflow")
-_SWITCHES = {"WANDB_MODE": "disabled"}
-"""Variables that tell trackers to report nothing."""
+_SWITCHES = {"WANDB_MODE": "disabled", "COMET_AUTO_LOG_DISABLE": "true", "NEPTUNE_MODE": "debug"}
+"""Variables that tell trackers to report nothing: those of Weights & Biases, Comet, and both clients of Neptune.
+
+ClearML has none: its offline mode writes a session, and waits until it has looked through all packages.
+"""
 
 _made: list[Replacements] = []
 

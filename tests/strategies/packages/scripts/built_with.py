@@ -6,6 +6,8 @@ import sys
 import keras
 import numpy as np
 
+import tfrep_strategy as tfrep
+
 package = sys.argv[1]
 keras.utils.set_random_seed(1)
 rng = np.random.default_rng(0)
@@ -60,6 +62,54 @@ def of_bayesflow():
         summary_network=bf.networks.DeepSet(depth=1),
     )
     print("RESULT", json.dumps(workflow.fit_offline(simulator.sample(64), epochs=2, batch_size=16, verbose=0).history["loss"]))
+    return None, None
+
+
+def of_shap():
+    import shap
+
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(5, "tanh"), keras.layers.Dropout(0.3), keras.layers.Dense(2)])
+    model.compile(keras.optimizers.SGD(0.05), "mse")
+    x = rng.normal(size=(24, 4)).astype("f")
+    model.fit(x, x[:, :2] * x[:, 2:], batch_size=8, epochs=2, shuffle=False, verbose=0)
+    by_gradients = shap.GradientExplainer(model, x[:16]).shap_values(x[16:], nsamples=20, rseed=3)
+    asked = shap.KernelExplainer(lambda rows: model.predict(rows, verbose=0), x[:8])  # It draws from NumPy's global state.
+    print("RESULT", json.dumps([np.asarray(by_gradients).tolist(), asked.shap_values(x[20:], nsamples=12, silent=True).tolist()]))
+    return None, None
+
+
+def of_tensorflow_datasets():
+    import tensorflow_datasets as tfds
+
+    class Digits(tfds.core.GeneratorBasedBuilder):
+        """Pictures that are drawn here."""
+
+        VERSION = tfds.core.Version("1.0.0")
+
+        def _info(self):
+            features = {"image": tfds.features.Image(shape=(4, 4, 1)), "label": tfds.features.ClassLabel(num_classes=3)}
+            return tfds.core.DatasetInfo(
+                builder=self, features=tfds.features.FeaturesDict(features), supervised_keys=("image", "label")
+            )
+
+        def _split_generators(self, dl_manager):
+            return {"train": self._generate_examples(30), "test": self._generate_examples(11)}
+
+        def _generate_examples(self, number):
+            for row in range(number):
+                yield row, {"image": rng.integers(0, 255, (4, 4, 1), "uint8"), "label": row % 3}
+
+    builder = Digits(data_dir="data")
+    with tfrep.chief_first():
+        builder.download_and_prepare()
+    keras.utils.set_random_seed(2)  # The rank that prepares the data has drawn from Python's generator.
+    config = tfds.ReadConfig(shuffle_seed=3)
+    train, test = builder.as_dataset(split=["train", "test"], as_supervised=True, shuffle_files=True, read_config=config)
+    layers = [keras.Input((4, 4, 1)), keras.layers.Rescaling(1 / 255), keras.layers.Flatten(), keras.layers.Dense(3, "softmax")]
+    model = keras.Sequential(layers)
+    model.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy", metrics=["accuracy"])
+    seen = model.fit(train.shuffle(30, seed=4).batch(8), validation_data=test.batch(4), epochs=2, verbose=0).history
+    print("RESULT", json.dumps([*seen.values(), [int(label) for _, label in tfds.as_numpy(test)]]))
     return None, None
 
 
