@@ -25,9 +25,9 @@ import tensorflow as tf
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 import tfrep_strategy as tfrep
-from benchmarks.gpu_programs import halves
 from benchmarks.report import machine
 from tfrep_strategy.cluster.hardware import driver_gpus
+from tfrep_strategy.contrib.gpu_report.programs import halves
 
 _HALF_MIB = 24_000
 

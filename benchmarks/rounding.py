@@ -1,7 +1,7 @@
 """How far one device rounds: `python -m benchmarks.rounding`.
 
-Trains the net of `benchmarks.gpu` on one device, then again with a change that exact arithmetic would hardly notice, and prints
-the largest difference between two weights. The bounds of `benchmarks.gpu` come from these numbers. On CPUs, oneDNN rounds less
+Trains the net of `tfrep doctor --gpus` on one device, then again with a change that exact arithmetic would hardly notice, and
+prints the largest difference between two weights. The bounds of that command come from these numbers. On CPUs, oneDNN rounds less
 than TensorFlow's own kernels, which run with `TF_ENABLE_ONEDNN_OPTS=0`.
 """
 
@@ -18,7 +18,7 @@ import tensorflow as tf
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.gpu_programs import convnet, images
+from tfrep_strategy.contrib.gpu_report.programs import convnet, images
 
 POLICIES = ("float32", "mixed_float16", "mixed_bfloat16", "bfloat16")
 _EXAMPLES, _BATCH = 64, 16

@@ -448,6 +448,37 @@ def verify(
     raise typer.Exit(verdict.exit_code)
 
 
+@app.command(cls=_Command, context_settings={"ignore_unknown_options": True})
+def estimate(
+    script: Annotated[str, typer.Argument(help="The script to look at.", show_default=False)],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Its own arguments.")] = None,
+    replicas: Annotated[int, typer.Option("-n", "--replicas", help="How many replicas share the work.")] = 1,
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="What a replica has, as 16GB; else the memory of the smallest GPU here.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print one JSON object, with sizes in bytes.")] = False,
+    as_module: Annotated[bool, typer.Option("-m", "--module", metavar="", help="SCRIPT is a module, as for python -m.")] = False,
+) -> None:
+    """Say how much memory each replica of a script's model needs, and which settings would make it fit.
+
+    The script runs on the CPU until its first training step is traced, and trains nothing. Options that are not of this command,
+    and all after --, belong to the script.
+    """
+    from tfrep_strategy.contrib.estimate import bytes_of, lines_of, memory_of_gpus
+    from tfrep_strategy.contrib.estimate import estimate as estimated
+
+    limit = memory_of_gpus() if memory is None else bytes_of(memory)
+    found = estimated(script, arguments or [], replicas=replicas, memory=limit, as_module=as_module)
+    if as_json:
+        import json
+
+        typer.echo(json.dumps(found))
+    else:
+        for line in lines_of(found):
+            typer.echo(line)
+    raise typer.Exit(0 if limit is None or found["fits"] else 1)
+
+
 @app.command("profile", cls=_Command)
 def profile_now(
     run_pid: Annotated[
@@ -470,12 +501,28 @@ def doctor(
     patches: Annotated[
         bool, typer.Option("--patches", metavar="", help="List what is replaced in Keras and TensorFlow, and why.")
     ] = False,
+    gpus: Annotated[
+        bool,
+        typer.Option(
+            "--gpus",
+            metavar="",
+            help="Compare replicas on all GPUs with one device, and measure their speed, for at most 15 minutes.",
+        ),
+    ] = False,
+    report: Annotated[Path, typer.Option(help="With --gpus: the JSON file to write.")] = Path("tfrep-gpus.json"),
+    devices: Annotated[str, typer.Option(help="With --gpus: GPU; or CPU, to try the report itself on two logical CPUs.")] = "GPU",
 ) -> None:
     """Show what is installed and what was detected, and test that processes can talk to each other."""
     from tfrep_strategy.cluster.startup_log import quiet_start
     from tfrep_strategy.core.limits import check_keras_backend
 
     check_keras_backend()
+    if gpus:
+        from tfrep_strategy.contrib.gpu_report.report import write_report
+
+        if not write_report(devices, report, as_json=as_json):
+            raise typer.Exit(1)
+        return
     if patches:
         with quiet_start():
             from tfrep_strategy.strategies.patches import show as show_patches

@@ -20,7 +20,7 @@ import tensorflow as tf  # noqa: E402
 from test_defaults import DTYPES, check, own_and_default  # noqa: E402
 
 import tfrep_strategy as tfrep  # noqa: E402
-from benchmarks.gpu_programs import halves  # noqa: E402
+from tfrep_strategy.contrib.gpu_report.programs import halves  # noqa: E402
 
 _MEMORY_MIB = 4096
 

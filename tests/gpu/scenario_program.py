@@ -22,7 +22,7 @@ from keras.src.trainers.trainer import Trainer, model_supports_jit  # noqa: E402
 from test_one_device_answer import assert_same  # noqa: E402
 
 import tfrep_strategy as tfrep  # noqa: E402
-from benchmarks.gpu_programs import halves  # noqa: E402
+from tfrep_strategy.contrib.gpu_report.programs import halves  # noqa: E402
 
 _MEMORY_MIB = 4096  # Several such programs have room on a GPU.
 # Kernels of GPUs add in other orders, which depend on the size of a batch.

@@ -93,7 +93,7 @@ def planned(
 
     graph = trace("step", function, [spec(v, p) for v, p in zip(values, placements, strict=True)], {})
     given = [*map(Given, placements), *(Given(is_whole=x.dtype != tf.resource) for x, _ in graph.captures)]
-    return PartitionedStep(graph, given, replicas, replicas, is_observed=is_observed)
+    return PartitionedStep(graph, given, replicas, replicas, is_observed=is_observed, keeps_plan=True)
 
 
 def differences(

@@ -21,12 +21,25 @@ GRADIENT, SLICES, REPLICA, OWN_ROW, ALL_ROWS, ADDEND, OWN_SUM, SPREAD, CALL, BAT
 MARKED = frozenset({"BroadcastTo", "EagerPyFunc", "GatherV2", "Identity", "IdentityN"})
 """The types of operations that may have a mark."""
 
+APPLIED = "_tfrep_applied"
+"""The collection of a graph that has the gradients which optimizers are given."""
+
 Called = Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]
 
 
 def gradient(tensor: tf.Tensor) -> tf.Tensor:
     """Marks a gradient. If replicas hold addends, they are reduced like gradients."""
     return _marked(GRADIENT, tf.identity(tensor))
+
+
+def note_applied(gradients: Sequence[Any]) -> None:
+    """Notes the gradients that an optimizer is given, dense and sparse ones.
+
+    Args:
+        gradients: `tf.Tensor`, `tf.IndexedSlices` or None.
+    """
+    for part in filter(tf.is_symbolic_tensor, tf.nest.flatten(list(gradients), expand_composites=True)):
+        part.graph.add_to_collection(APPLIED, part)
 
 
 def slices(tensor: tf.Tensor) -> tf.Tensor:

@@ -216,9 +216,11 @@ class PartitionedStep:
         keeps_rows: Whether results that are rows of the batch stay sharded.
         compiled: Whether XLA compiles the operations between collectives.
         is_observed: Whether a run also returns the replicas' observable tensors, after the results.
+        keeps_plan: Whether the planner stays, which takes memory.
 
     Attributes:
         observed: The observable tensors.
+        plan: The planner of the step, if it was to be kept.
         local_replicas: Number of replicas of a process.
         rows: Number of rows of the batch, if the step was traced for a number of them. If no input has rows, the number of rows
             for which the step draws most random numbers.
@@ -234,6 +236,7 @@ class PartitionedStep:
         keeps_rows: bool = False,
         compiled: bool = False,
         is_observed: bool = False,
+        keeps_plan: bool = False,
     ) -> None:
         whole = [tensor for tensor, each in zip(graph.inputs, given, strict=True) if each.is_whole]
         plan = cheapest(lambda beside: _planned(graph, given, local_replicas, replicas, beside), graph, whole, replicas)
@@ -245,6 +248,7 @@ class PartitionedStep:
             program.results.append(plan.sharded(tensor, Shard(0)) if keeps else full(tensor))
             self.placements.append(Shard(0) if keeps else REPLICATE)
         self.program, self.without_rule = program, plan.without_rule
+        self.plan = plan if keeps_plan else None
         self.writes = any(writes and handle.node is None and handle.name != "effects" for handle, writes in plan.accesses())
         self._placed = collections.Counter(type(value.placement).__name__ for value in plan.values.values())
         self.local_replicas = local_replicas

@@ -19,6 +19,7 @@ from tfrep_strategy.cluster.devices import warn_of_sparse_gradients
 from tfrep_strategy.communicators import SingleCommunicator
 from tfrep_strategy.communicators.gradients import dense
 from tfrep_strategy.core.limits import Verification, verification
+from tfrep_strategy.core.scoped import Setting
 from tfrep_strategy.core.step import Whole
 from tfrep_strategy.core.tf import (
     DefaultDistributionExtended,
@@ -38,6 +39,9 @@ from tfrep_strategy.partitioner.verification.verified_step import Variable, Watc
 from tfrep_strategy.strategies.variables import PartVariable, is_sum
 
 _thread = threading.local()
+
+hears_of_steps: Setting[Callable[[OneDeviceTrace, int | None], None] | None] = Setting(None)
+"""What hears of each step that trains when it was traced, and of how many rows the batch has, if that is known."""
 
 
 class OneReplica(DefaultDistributionExtended):
@@ -258,13 +262,14 @@ class OneDeviceTrace:
         keeps_rows: See `PartitionedSteps`.
 
     Attributes:
+        strategy: The strategy.
         is_for_replicas: Whether the step calls `strategy.run`.
     """
 
     def __init__(
         self, strategy: Any, fn: Callable[[Any], Any], batch: Any, of_batch: Sequence[Given], keeps_rows: bool = False
     ) -> None:
-        self._strategy = strategy
+        self.strategy = strategy
         made: list[Any] = [None]
         while made:  # As in `tf.function`: a function that made variables is traced once more, now that they exist.
             with one_replica(strategy) as made:
@@ -281,8 +286,9 @@ class OneDeviceTrace:
     def _partition(self, graph: Any, of_batch: Sequence[Given], keeps_rows: bool) -> None:
         given = [*of_batch, *map(_given, self._captured)]
         asked = verification()
-        local, replicas = self._strategy.extended.num_local_replicas, self._strategy.num_replicas_in_sync
-        self.step = PartitionedStep(graph, given, local, replicas, keeps_rows, is_observed=asked is not None)
+        local, replicas = self.strategy.extended.num_local_replicas, self.strategy.num_replicas_in_sync
+        is_asked = hears_of_steps.value is not None
+        self.step = PartitionedStep(graph, given, local, replicas, keeps_rows, is_observed=asked is not None, keeps_plan=is_asked)
         self._watch = None if asked is None else self._watched(asked)
         self.without_rule = self.step.without_rule
 
@@ -306,7 +312,7 @@ class OneDeviceTrace:
             batches: The tensors of the batch for each of these replicas.
         """
         inputs = [[*batch, *self._captured_by(i)] for i, batch in enumerate(batches)]
-        transport = self._strategy.extended.transport
+        transport = self.strategy.extended.transport
         before = self._watch.values(inputs, transport.devices) if self._watch else []
         every, results = self.step.run(rows, inputs, transport), len(self.step.program.results)
         if self._watch:
@@ -324,8 +330,8 @@ class OneDeviceTrace:
                 resources[place] = captured
             else:
                 variables.append(Variable(place, variable.name, variable.dtype, given.placement))
-        extended = self._strategy.extended
-        replicas = self._strategy.num_replicas_in_sync
+        extended = self.strategy.extended
+        replicas = self.strategy.num_replicas_in_sync
         return Watch(asked, self.step, variables, resources, extended.first_local_replica, replicas)
 
     def describe(self) -> list[str]:
@@ -340,7 +346,7 @@ class OneDeviceTrace:
         return tf.function(self._run_without_batch, autograph=False).get_concrete_function()
 
     def _run_without_batch(self) -> None:
-        extended = self._strategy.extended
+        extended = self.strategy.extended
         numbers = range(extended.first_local_replica, extended.first_local_replica + extended.num_local_replicas)
         inputs = [[*[None] * self._num_batch, *self._captured_by(i)] for i in range(len(numbers))]
         self.step.run_without_batch(list(map(tf.constant, numbers)), inputs, extended.transport)

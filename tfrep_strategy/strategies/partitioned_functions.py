@@ -46,7 +46,7 @@ from tfrep_strategy.partitioner import marks
 from tfrep_strategy.partitioner.placements import REPLICATE, Shard
 from tfrep_strategy.partitioner.step import Given
 from tfrep_strategy.partitioner.values import OwnRows
-from tfrep_strategy.strategies.one_device import OneDeviceTrace
+from tfrep_strategy.strategies.one_device import OneDeviceTrace, hears_of_steps
 
 _traced = threading.local()
 
@@ -414,6 +414,8 @@ class _Step:
         of_one_device = self._trace.step
         has_rows = of_one_device.rows is not None or bool(read) or any(x.shape.rank for x in _dense(given.tensors))
         self.trains = has_rows and of_one_device.writes and not self._trace.is_for_replicas
+        if self.trains and hears_of_steps.value is not None:
+            hears_of_steps.value(self._trace, of_one_device.rows or _rows_of(given, self._place))
         self._run = tf.function(self._on_replicas, autograph=False)
 
     def __call__(self, tensors: Sequence[Any]) -> Any:
@@ -441,6 +443,15 @@ class _Step:
             rows.append(OwnRows(*map(tf.convert_to_tensor, (start, stop - start, total, replica))))
         sums = tf.concat([_checksums(tensors), [self._checksum]], 0)
         return self._trace.run(rows, [[*tensors, sums]] * len(rows)).whole_results().results
+
+
+def _rows_of(given: _Arguments, place: int | None) -> int | None:
+    """Returns how many rows the arguments have, or else the next batch of the data that is among them."""
+    if place is not None:
+        return int(_dense(given.tensors)[place].shape[0])
+    data = next((x for x in given.tensors if isinstance(x, _READ)), None)
+    batch = [] if data is None else [x for x in _dense([next(iter(data))]) if x.shape.rank]
+    return int(batch[0].shape[0]) if batch else None
 
 
 def _checksums(tensors: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -16,7 +16,7 @@ from tfrep_strategy.partitioner.placements import REPLICATE, Offset, Rows, Shard
 from tfrep_strategy.partitioner.planner import ON_PURPOSE
 from tfrep_strategy.partitioner.step import Given, line_of
 from tfrep_strategy.partitioner.values import OwnRows
-from tfrep_strategy.strategies.one_device import OneDeviceTrace, Results, one_replica
+from tfrep_strategy.strategies.one_device import OneDeviceTrace, Results, hears_of_steps, one_replica
 
 
 class PartitionedSteps:
@@ -101,6 +101,7 @@ class PartitionedSteps:
                 warn(f"Each replica computes all rows of a step: that is right, but no faster than one device.\n{error}")
                 self._traced[key] = None
             self._compare(key)
+            self._tell_of(self._traced[key], total)
         traced = self._traced[key]
         if traced is None:
             return self._of_all(fn, shards)
@@ -120,6 +121,11 @@ class PartitionedSteps:
         traced = self._traced[key]
         if traced is not None:
             self._strategy.extended.transport.compare(f"{self._name} {key}", traced.step)
+
+    def _tell_of(self, traced: OneDeviceTrace | None, rows: int | None) -> None:
+        """Tells who wants to hear of steps that train of this one."""
+        if traced is not None and hears_of_steps.value is not None and self._name.startswith("train"):
+            hears_of_steps.value(traced, rows)
 
     def _wholes(self, shards: Shards) -> list[Any]:
         """Returns the whole of each leaf of a batch that cannot be cut into dense rows; None for the other leaves."""
@@ -141,6 +147,7 @@ class PartitionedSteps:
             new = OneDeviceTrace(self._strategy, fn, specs, [Given()] * len(tensors)) if of_rows is None else of_rows.of_all_rows()
             traced = self._traced[key] = new
             self._compare(key)
+            self._tell_of(traced, self._known.total)
         rows = self._rows(shards, with_start=self._keeps_rows)
         results = traced.run(rows, [tensors] * len(shards.parts))
         return results._replace(tensors=[_own_of(x, rows[0]) for x in results.tensors]) if self._keeps_rows else results

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 import tensorflow as tf
 
-from tfrep_strategy.communicators.base import Communicator
+from tfrep_strategy.communicators.base import Communicator, SingleCommunicator
 from tfrep_strategy.communicators.order import Order
 from tfrep_strategy.communicators.peers.monitor import PeerMonitor
 from tfrep_strategy.communicators.peers.reports import Call, describe_difference, group_of, purpose, user_line
@@ -158,7 +158,8 @@ def watched(communicator: Communicator, hosts: Sequence[str] = (), watch: Callab
         watch: Starts the watcher of this rank, if it needs one; see `cluster/watcher.py`.
 
     Returns:
-        A checked communicator. The given communicator if it has one rank or the ranks cannot be connected.
+        A checked communicator. The given communicator if it talks to no other process, or the ranks cannot be connected.
     """
-    monitor = PeerMonitor.start(communicator, hosts, watch=watch) if communicator.size > 1 else None
+    is_alone = communicator.size == 1 or isinstance(communicator, SingleCommunicator)
+    monitor = None if is_alone else PeerMonitor.start(communicator, hosts, watch=watch)
     return communicator if monitor is None else CheckedCommunicator(communicator, monitor)

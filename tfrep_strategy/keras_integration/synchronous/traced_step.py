@@ -19,6 +19,7 @@ from tfrep_strategy.core.scoped import Setting
 from tfrep_strategy.errors import warn
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase, overwrites
 from tfrep_strategy.keras_integration.synchronous.optimizer import ShardedUpdates, factors, update_each
+from tfrep_strategy.partitioner import marks
 
 
 class _Statistics(NamedTuple):
@@ -175,6 +176,7 @@ class TracedStep(Placement, ShardedUpdates, OwnStatistics):
             return original(optimizer, grads, trainable_variables)
         variables = optimizer._trainable_variables if trainable_variables is None else list(trainable_variables)
         inner = getattr(optimizer, "inner_optimizer", optimizer)
+        marks.note_applied(grads)
         if _accumulates_addends(inner):
             with _applied.to("accumulated"):
                 return original(optimizer, grads, trainable_variables and variables)

@@ -186,6 +186,7 @@ def branches(plan: Planner, operation: Any) -> None:
     programs = [(name, body.program) for name, body in zip(names, bodies, strict=True)]
     node = plan.program.with_bodies(operation, [chosen, *own], programs, **dtypes)
     plan.put_node(operation, node)
+    plan.bodies[operation.name] = list(zip(graphs, bodies, strict=True))
     note_effects(plan, node, inputs, bodies)
     for tensor, each, local in zip(operation.outputs, results, node.outputs, strict=True):
         put_entry(plan, tensor, each, local)
@@ -249,6 +250,7 @@ def loop(plan: Planner, operation: Any) -> None:
         plan.replicate(operation)
         return
     if over_rows(plan, operation, test, body):
+        plan.bodies[operation.name] = [(test, None), (body, None)]
         return
     for x in operation.inputs:
         plan.settle_items(x)
@@ -289,6 +291,7 @@ def loop(plan: Planner, operation: Any) -> None:
     node = plan.program.with_bodies(operation, own, programs, T=[x.dtype for x in own])
     node.carried = [place for place, i in enumerate(used) if settled.changes(i - ROWS)]
     plan.put_node(operation, node)
+    plan.bodies[operation.name] = [(test, outer), (body, inner)]
     note_effects(plan, node, inputs, [inner, outer])
     for i, (x, tensor) in enumerate(zip(given, operation.outputs, strict=True)):
         if settled.fixed[i]:

@@ -1,4 +1,4 @@
-"""What `benchmarks.gpu` runs on replicas and on one device: small programs whose results have to be equal.
+"""Small programs that run on replicas and on one device, and whose results have to be equal.
 
 Each takes a strategy, or None for plain Keras, and returns named arrays.
 """
@@ -6,10 +6,8 @@ Each takes a strategy, or None for plain Keras, and returns named arrays.
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -17,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import tfrep_strategy as tfrep
+from tfrep_strategy.strategies.mirrored import use_logical_cpus
 
 Results = dict[str, Any]
 
@@ -60,7 +58,7 @@ def halves(memory_mib: int) -> list[str]:
     """
     gpus = tf.config.list_physical_devices("GPU")
     if not gpus:
-        return tfrep.use_logical_cpus(2)
+        return use_logical_cpus(2)
     tf.config.set_logical_device_configuration(gpus[0], [tf.config.LogicalDeviceConfiguration(memory_limit=memory_mib)] * 2)
     tf.config.set_visible_devices(gpus[:1], "GPU")
     return ["GPU:0", "GPU:1"]
@@ -143,17 +141,6 @@ def evaluate_and_predict(strategy: Any) -> Results:
     }
 
 
-def save_and_load(strategy: Any) -> Results:
-    """A model that is saved, loaded without a strategy, and asked again."""
-    model, _ = _fitted(strategy)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "model.keras")
-        model.save(path)
-        # Ranks other than the first find the file in the first one's folder only.
-        loaded = keras.models.load_model(path) if path.exists() else model
-        return {"predicted": loaded.predict(images(_EXAMPLES)[0], verbose=0)}
-
-
 def custom_loop(strategy: Any) -> Results:
     """A loop of one's own: `strategy.run` in a `tf.function`, a tape, an optimizer."""
     replicas = strategy or tf.distribute.get_strategy()
@@ -174,43 +161,6 @@ def custom_loop(strategy: Any) -> Results:
 
     losses = [float(step(batch)) for batch in replicas.experimental_distribute_dataset(data)]
     return {"losses": losses, "weights": _flat(model.get_weights())}
-
-
-class _Gan(keras.Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(6)])
-        self.discriminator = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)])
-        self.loss_fn = keras.losses.BinaryCrossentropy(from_logits=True)
-
-    def compile(self, generator_optimizer: Any, discriminator_optimizer: Any) -> None:
-        super().compile()
-        self.generator_optimizer, self.discriminator_optimizer = generator_optimizer, discriminator_optimizer
-
-    def train_step(self, data: Any) -> Any:
-        noise, real = data
-        with tf.GradientTape() as tape:
-            fake, true = self.discriminator(self.generator(noise)), self.discriminator(real)
-            loss = self.loss_fn(tf.zeros_like(fake), fake) + self.loss_fn(tf.ones_like(true), true)
-        variables = self.discriminator.trainable_variables
-        self.discriminator_optimizer.apply(tape.gradient(loss, variables), variables)
-        with tf.GradientTape() as tape:
-            fake = self.discriminator(self.generator(noise))
-            generator_loss = self.loss_fn(tf.ones_like(fake), fake)
-        variables = self.generator.trainable_variables
-        self.generator_optimizer.apply(tape.gradient(generator_loss, variables), variables)
-        return {"discriminator": loss, "generator": generator_loss}
-
-
-def gan(strategy: Any) -> Results:
-    """A GAN with two optimizers in one `train_step`."""
-    random = np.random.default_rng(0)
-    noise, real = random.standard_normal((_EXAMPLES, 4), np.float32), random.standard_normal((_EXAMPLES, 6), np.float32)
-    with _scope(strategy):
-        model = _Gan()
-        model.compile(keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.1))
-    history = model.fit(noise, real, batch_size=_BATCH, epochs=2, shuffle=False, verbose=0).history
-    return {**history, "weights": _flat(model.get_weights())}
 
 
 def embedding(strategy: Any) -> Results:
@@ -239,12 +189,6 @@ def xla(strategy: Any) -> Results:
     return _fitted(strategy, jit_compile=True)[1]
 
 
-def xla_auto(strategy: Any) -> Results:
-    """`jit_compile="auto"`: on where one device has it on."""
-    model, results = _fitted(strategy, jit_compile="auto")
-    return {**results, "compiled": float(model.jit_compile)}
-
-
 def clipped_adam(strategy: Any, jit_compile: bool = False) -> Results:
     """Adam, whose gradients are clipped as a whole."""
     optimizer = lambda: keras.optimizers.Adam(0.01, epsilon=1e-3, global_clipnorm=0.1)  # noqa: E731
@@ -270,14 +214,11 @@ def _with_policy(name: str) -> Callable[[Any], Results]:
 PROGRAMS = {
     "fit": Program(fit),
     "evaluate and predict": Program(evaluate_and_predict),
-    "save and load": Program(save_and_load),
     "custom loop": Program(custom_loop),
-    "GAN": Program(gan),
     "embedding, Adam": Program(embedding),
     "accumulation, clipping": Program(accumulation),
     "synchronized batch norm": Program(synchronized_batch_norm),
     "XLA": Program(xla),
-    "XLA, auto": Program(xla_auto),
     "sharded optimizer state": Program(clipped_adam, settings={"shard_optimizer_state": True}),
     "sharded optimizer state, XLA": Program(partial(clipped_adam, jit_compile=True), settings={"shard_optimizer_state": True}),
     "compression, bf16": Program(fit, ROUNDED["bfloat16"], {"compression": "bf16"}),

@@ -1,0 +1,284 @@
+"""An upper bound of the memory that a replica needs for the tensors of a step, from the plan of its trace.
+
+A tensor has a buffer from the operation that makes it to the last one that reads it. Nothing is fused, and no operation writes into
+the buffer of an input. The operations run one after the other, as in the trace, or each as soon as its inputs are there, or XLA
+compiles them, and gives variables new buffers at the end: what needs more memory counts.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tfrep_strategy.partitioner import marks
+from tfrep_strategy.partitioner.placements import Items, Offset, Rows, Shard, is_number
+from tfrep_strategy.partitioner.planner import Planner, in_order
+from tfrep_strategy.partitioner.program import SAME_BITS
+from tfrep_strategy.partitioner.rules.row_loops import origin
+
+_IN_PLACE = frozenset({
+    "EnsureShape", "ExpandDims", "Identity", "PreventGradient", "Reshape", "Squeeze", "StopGradient", "TensorListPopBack",
+    "TensorListPushBack", "TensorListResize", "TensorListSetItem",
+})  # fmt: skip
+"""Operations whose first output has the buffer of their first input."""
+
+_WRITE = frozenset({"AssignAddVariableOp", "AssignSubVariableOp", "AssignVariableOp"})
+_MARKED_GRADIENTS = (marks.GRADIENT, marks.SLICES)
+
+
+class Footprint(NamedTuple):
+    """What the tensors of a step need on a replica, in bytes.
+
+    Attributes:
+        gradients: What optimizers are given.
+        others: The most that all other tensors need at a time: an upper bound.
+        unknown: How many tensors have a size that only the data tell. They are not in the bound.
+    """
+
+    gradients: int
+    others: int
+    unknown: int
+
+
+class _Buffer:
+    """The memory of a tensor.
+
+    Args:
+        size: In bytes.
+        whole: The buffer of the whole tensor, where replicas have parts of it, and one asks for the whole.
+
+    Attributes:
+        begin: The operation that makes it, by its place in each order.
+        end: The last one that reads it, by its place in each order.
+        length: Of a list: how many elements it gets; None if that is not known.
+        is_constant: Whether it is computed from constants alone. TensorFlow may then keep it from step to step.
+    """
+
+    def __init__(self, size: int = 0, whole: _Buffer | None = None) -> None:
+        self.size, self.whole = size, whole
+        self.begin = self.end = (0, 0)
+        self.length: int | None = None
+        self.is_constant = False
+
+    def read(self, now: tuple[int, int]) -> None:
+        """Notes that an operation reads it."""
+        self.end = max(self.end[0], now[0]), max(self.end[1], now[1])
+        if self.whole is not None:
+            self.whole.read(now)
+
+
+def footprint(plan: Planner, graph: Any, batch: int, replicas: int) -> Footprint:
+    """Finds what the tensors of a step need on the replica with the most rows.
+
+    Args:
+        plan: That of the step.
+        graph: The traced step.
+        batch: How many rows the global batch has.
+        replicas: How many replicas share them.
+    """
+    walk = _Walk(batch, replicas)
+    inputs = {x.name: walk.new(plan, x) for x in graph.inputs}
+    walk.visit(plan, graph, dict(inputs))
+    gradients, given = (sum(each.size for each in some) for some in (walk.gradients.values(), inputs.values()))
+    updates = walk.written + given + (gradients if replicas > 1 else 0)  # The sums of gradients are there, too.
+    return Footprint(gradients, max(walk.peak(), updates), walk.unknown)
+
+
+class _Walk:
+    """Visits the operations of a graph, and of the functions that it calls.
+
+    Args:
+        batch: How many rows the global batch has.
+        replicas: How many replicas share them.
+
+    Attributes:
+        buffers: Those of all tensors.
+        gradients: Those that optimizers are given, by their ids.
+        written: How many bytes of variables are written.
+        unknown: How many tensors have a size that is not known.
+    """
+
+    def __init__(self, batch: int, replicas: int) -> None:
+        self._batch, self._replicas = batch, replicas
+        self.buffers: list[_Buffer] = []
+        self.gradients: dict[int, _Buffer] = {}
+        self.written = self.unknown = self._count = 0
+
+    def new(self, plan: Planner | None, tensor: Any, now: tuple[int, int] = (0, 0)) -> _Buffer:
+        """Returns a buffer for a tensor that an operation makes."""
+        has_none = tensor.dtype in (tf.resource, tf.variant)
+        buffer = _Buffer(0 if has_none else self._size(plan, tensor))
+        if not has_none and plan is not None and tensor.name in plan.whole and self._replicas > 1:
+            buffer.whole = _Buffer(self._bytes(plan, plan.dims(tensor), tensor.dtype))
+        for each in filter(None, (buffer, buffer.whole)):
+            each.begin = each.end = now
+            self.buffers.append(each)
+        return buffer
+
+    def visit(self, plan: Planner | None, graph: Any, names: dict[str, _Buffer], begin: int = 0) -> None:
+        """Visits a graph.
+
+        Args:
+            plan: Its plan; None if it has none of its own.
+            graph: The graph.
+            names: By the name of an input: its buffer. Those of all other tensors are added.
+            begin: How many operations have to run before, one after the other.
+        """
+        given_to_optimizers = {x.name for x in graph.get_collection(marks.APPLIED)}
+        depths: dict[str, int] = {}
+        for operation in in_order(graph):
+            if operation.outputs and operation.outputs[0].name in names:
+                continue  # An input.
+            own = [names[x.name] for x in operation.inputs]
+            waits = [depths.get(x.name, 0) for x in operation.control_inputs]
+            depth = max([begin, *waits, *(each.begin[1] for each in own)])
+            if plan is not None and operation.name in plan.called:
+                inner_graph, inner = plan.called[operation.name]
+                inside = {x.name: each for x, each in zip(inner_graph.inputs, own, strict=True)}
+                self.visit(inner, inner_graph, inside, depth)
+                results = [inside[x.name] for x in inner_graph.outputs]
+                names.update((x.name, each) for x, each in zip(operation.outputs, results, strict=False))
+                depths[operation.name] = max([depth, *(each.begin[1] for each in results)])
+            else:
+                self._count += 1
+                depths[operation.name] = depth + 1
+                self._add(plan, operation, own, names, (self._count, depth + 1))
+            self.gradients |= {id(names[x.name]): names[x.name] for x in operation.outputs if x.name in given_to_optimizers}
+        last = self._count + 1, max(depths.values(), default=0) + 1
+        for x in [*graph.inputs, *graph.outputs]:
+            names[x.name].read(last)
+
+    def _add(
+        self, plan: Planner | None, operation: Any, own: Sequence[_Buffer], names: dict[str, _Buffer], now: tuple[int, int]
+    ) -> None:
+        """Adds an operation that calls no function, as the one of these numbers."""
+        type_, mark = operation.type, marks.mark_of(operation)
+        for each in own:
+            each.read(now)
+        if bodies := plan.bodies.get(operation.name, ()) if plan is not None else ():
+            beside = _Buffer(self._need_of_bodies(plan, operation, own, bodies))
+            beside.begin = beside.end = now
+            self.buffers.append(beside)
+        if type_ in _WRITE:
+            self.written += self._size(plan, operation.inputs[1])
+        is_constant = type_ == "Const" or (bool(own) and type_ in SAME_BITS and all(each.is_constant for each in own))
+        for place, tensor in enumerate(operation.outputs):
+            if mark in _MARKED_GRADIENTS:
+                found = own[0].whole or own[0]
+            elif type_ == "IdentityN" and mark is None:
+                found = own[place]
+            elif type_ in _IN_PLACE and mark is None and not place:
+                found = own[0]
+            elif type_.endswith("While") and tensor.dtype == tf.variant:
+                found = own[place]
+            elif type_ == "ReadVariableOp":
+                found = _Buffer()  # It is that of the variable.
+            else:
+                found = self.new(plan, tensor, now)
+                found.is_constant = is_constant
+            names[tensor.name] = found
+            if tensor.dtype == tf.variant and plan is not None:
+                self._fill(plan, operation, tensor, found)
+
+    def peak(self) -> int:
+        """Returns the most that buffers need at a time, without those of gradients."""
+        most = 0
+        for order in (0, 1):
+            changes: collections.Counter[int] = collections.Counter()
+            for each in self.buffers:
+                if not each.is_constant and id(each) not in self.gradients:
+                    changes[each.begin[order]] += each.size
+                    changes[each.end[order] + 1] -= each.size
+            most = max(most, *itertools.accumulate(changes[place] for place in sorted(changes)), 0)
+        return most + sum(each.size for each in self.buffers if each.is_constant)
+
+    # Sizes.
+
+    def _size(self, plan: Planner | None, tensor: Any) -> int:
+        """Returns how many bytes a replica has of a tensor."""
+        if plan is None:
+            return self._bytes(plan, tensor.shape.as_list() if tensor.shape.rank is not None else None, tensor.dtype)
+        placed = plan.values[tensor.name].placement if tensor.name in plan.values else None
+        return self._bytes(plan, plan.dims(tensor), tensor.dtype, placed if isinstance(placed, Shard) else None)
+
+    def _bytes(self, plan: Planner | None, dims: Any, dtype: tf.DType, shard: Shard | None = None) -> int:
+        """Returns how many bytes a replica has of a tensor; 0, and counts it, if that is not known."""
+        sizes = [None] if dims is None else [self._number(plan, size) for size in dims]
+        if shard is not None and dims is not None:
+            total = self._number(plan, Rows(1, shard.rows))
+            sizes[shard.axis] = None if total is None else shard.per_row * -(-total // self._replicas)
+        known = [size for size in sizes if size is not None]
+        if len(known) < len(sizes):
+            self.unknown += 1
+            return 0
+        return math.prod(known) * int(dtype.size)
+
+    def _number(self, plan: Planner | None, size: Any) -> Any:
+        if isinstance(size, Offset):
+            return size.per_row * self._batch + size.more
+        if not isinstance(size, Rows):
+            return int(size) if is_number(size) else None
+        beside = {} if plan is None else {rows: total for total, rows in plan.beside.items()}
+        total = beside.get(size.rows) if size.rows else self._batch
+        return None if total is None else size.per_row * total
+
+    def _fill(self, plan: Planner, operation: Any, tensor: Any, buffer: _Buffer) -> None:
+        """Gives the buffer of a list the size of all elements that it gets."""
+        if operation.type == "TensorListFromTensor":
+            dims = plan.dims(operation.inputs[0])
+            buffer.length = self._number(plan, dims[0]) if dims else None
+        elif operation.type in ("EmptyTensorList", "TensorListReserve"):
+            number = plan.number(operation.inputs[1])
+            buffer.length = None if number is None or number < 0 else number
+        value = plan.values[tensor.name]
+        if value.elements is None or (buffer.length is None and not operation.type.endswith("While")):
+            return
+        shard = value.placement if isinstance(value.placement, Shard) else None
+        each = self._bytes(plan, value.elements.dims, value.elements.dtype, shard)
+        if buffer.length is None:
+            self.unknown += 1
+            return
+        length = -(-buffer.length // self._replicas) if isinstance(value.placement, Items) else buffer.length
+        buffer.size = max(buffer.size, each * length)
+
+    # Loops and branches.
+
+    def _need_of_bodies(self, plan: Any, operation: Any, own: Sequence[_Buffer], bodies: Sequence[Any]) -> int:
+        """Returns what the rounds of a loop that may run at a time need beside what it carries, or the largest branch."""
+        needs = []
+        for graph, inner in bodies:
+            walk = _Walk(self._batch, self._replicas)
+            walk.visit(inner, graph, {x.name: _Buffer() for x in graph.inputs})
+            needs.append(walk.peak())
+            self.gradients |= walk.gradients
+            self.written, self.unknown = self.written + walk.written, self.unknown + walk.unknown
+        if not operation.type.endswith("While"):
+            return max(needs)
+        rounds = self._rounds(plan, operation, bodies[0][0])
+        for each in own:
+            if each.length is None:
+                each.length = rounds
+        at_once = int(operation.get_attr("parallel_iterations"))
+        return max(needs) * (at_once if rounds is None else min(at_once, rounds))
+
+    def _rounds(self, plan: Planner, operation: Any, test: Any) -> int | None:
+        """Returns how many rounds a loop makes that counts them up to a number; None if it does something else."""
+        places, found, stack = {x.name: i for i, x in enumerate(test.inputs)}, [], [origin(test.outputs[0])]
+        while stack:
+            condition = stack.pop().op
+            if condition.type == "LogicalAnd":
+                stack += map(origin, condition.inputs)
+            elif condition.type == "Less":
+                limit = origin(condition.inputs[1])
+                known = tf.get_static_value(limit)
+                if known is None and limit.name in places:
+                    sizes = plan.sizes_of(operation.inputs[places[limit.name]])
+                    known = None if sizes is None else self._number(plan, sizes.ravel()[0])
+                if known is not None:
+                    found.append(int(known))
+        return min(found, default=None)
