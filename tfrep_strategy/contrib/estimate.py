@@ -90,7 +90,7 @@ def estimate(
         path = Path(folder, "needs.json")
         given = [str(replicas), "" if memory is None else str(memory), str(path), kind, target, *arguments]
         command = module_command(__name__, *given)
-        environ = inherited_environ() | {"CUDA_VISIBLE_DEVICES": "-1"}
+        environ = inherited_environ() | {"CUDA_VISIBLE_DEVICES": "-1", "TFREP_QUIET": "1"}
         # What the script prints is not the answer.
         done = subprocess.run(command, env=environ, stdout=sys.stderr.fileno(), check=False)
         found = json.loads(path.read_text("utf-8")) if path.exists() else None

@@ -86,7 +86,7 @@ class Planner(Values):
         self.called: dict[str, tuple[Any, Planner]] = {}
         """The graph and the plan of called functions, by the names of the calling operations."""
         self.bodies: dict[str, list[tuple[Any, Planner | None]]] = {}
-        """The graphs and plans of the bodies of loops and branches, by the names of their operations; no plan for a loop over rows."""
+        """The graphs and plans of the bodies of loops and branches, by the names of operations; no plan for a loop over rows."""
         self.beside: dict[int, int] = {}
         """The numbers in placements of rows that are sharded beside those of the batch, by their sizes."""
         self.has_own_batch = False
