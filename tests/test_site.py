@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import subprocess
@@ -26,6 +27,8 @@ _USER_PAGES = (
     "security.md", "support.md", "migration/*.md", "notebooks.md",
 )  # fmt: skip
 """Pages of those who use the package. The others are the reference, and pages of those who work on it."""
+_SOUGHT = {"Out of memory": "troubleshooting", "Checkpoints and resuming": "checkpoints"}
+"""Headings that a search for their words shows first (`docs/scorer.js`), and their pages."""
 
 
 class _Page(HTMLParser):
@@ -62,9 +65,19 @@ def test_pages(tmp_path: Path) -> None:
     elsewhere = [(path.name, url) for path, page in pages.items() for url in page.fetched if not _leads_to(path, url, {})]
     assert not elsewhere  # The site works without a network.
 
+    for page, code in (("cli", "--hosts"), ("checkpoints", "--max-restarts")):
+        text = (site / f"{page}.html").read_text("utf-8")
+        assert code in text
+        assert "\u2013" not in text, "an option with a dash of print cannot be pasted"
+        assert "copybutton.js" in text
+    assert not [path.name for path in pages if re.search(r"[^/\w]docs/\w+\.md", path.read_text("utf-8"))]
+
     documented = pages[site / "api.html"].ids
     assert {f"tfrep_strategy.{name}" for name in tfrep.__all__ if name != "__version__"} <= documented
     index = (site / "searchindex.js").read_text("utf-8")
+    found = json.loads(index.removeprefix("Search.setIndex(").removesuffix(")"))
+    for heading, page in _SOUGHT.items():
+        assert [found["docnames"][number] for number, _ in found["alltitles"][heading]] == [page]
     for source in [*_DOCS.rglob("*.md"), *(_REPOSITORY / "notebooks").glob("*.ipynb")]:
         name = source.relative_to(_DOCS if source.suffix == ".md" else _REPOSITORY).with_suffix("").as_posix()
         assert f'"{name}"' in index
