@@ -87,7 +87,7 @@ def main() -> None:
 
     @tf.function
     def train_step(images: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        noise = tf.random.normal([BATCH_SIZE, NOISE], seed=2)
+        noise = tf.random.normal([BATCH_SIZE, NOISE])
         with tf.GradientTape() as generator_tape, tf.GradientTape() as discriminator_tape:
             fake = discriminator(generator(noise, training=True), training=True)
             real = discriminator(images, training=True)
