@@ -52,7 +52,7 @@ def test_a_dense_net_by_hand() -> None:
     needed_by_backward = 256 * (512 + 1024 + 1024 + 10) * 4
     assert needed_by_backward <= found["upper_bound"]["activations"]
     assert found["upper_bound"]["total"] == sum(exact.values()) + found["upper_bound"]["activations"]
-    assert found["tensors_of_unknown_size"] == 0
+    assert found["tensors_of_guessed_size"] == 0
     assert found["memory"] is found["fits"] is None
 
 
@@ -154,13 +154,14 @@ def test_the_smallest_gpu_that_is_shown(monkeypatch: pytest.MonkeyPatch) -> None
 def test_what_is_told() -> None:
     exact = {"weights": 10**9, "optimizer": 2 * 10**9, "accumulators": 0, "gradients": 10**9, "others": 8}
     found = {
-        "replicas": 8, "batch_size": 512, "examples_of_replica": 64, "exact": exact, "tensors_of_unknown_size": 0,
-        "upper_bound": {"activations": 5 * 10**9, "total": 9 * 10**9}, "memory": 8 * 10**9, "fits": None,
+        "replicas": 8, "batch_size": 512, "examples_of_replica": 64, "exact": exact, "tensors_of_guessed_size": 0,
+        "upper_bound": {"activations": 5 * 10**9, "total": 9 * 10**9}, "memory": 8 * 10**9, "fits": None, "line": "train.py:9",
         "changes": [{"batch_size": 256, "gradient_accumulation_steps": 2, "total": 75 * 10**8, "fits": True}],
     }  # fmt: skip
     told = "\n".join(estimated.lines_of(found))
-    assert "Each of 8 replicas has 64 of 512 examples in a step." in told
+    assert "Each of 8 replicas has 64 of 512 examples in a step (train.py:9)." in told
     assert "accumulated" not in told.partition("batch_size")[0]
+    assert "metrics" not in told
     assert "That may be more than 8.00 GB." in told
     assert told.endswith("7.50 GB  fits")
     assert "  batch_size=256, gradient_accumulation_steps=2  " in told

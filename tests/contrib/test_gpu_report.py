@@ -114,7 +114,7 @@ def test_the_table_says_what_the_files_say(tmp_path: Path) -> None:
     shutil.copy(committed, page)
     write_page(page, _RESULTS)
     assert page.read_text("utf-8") == committed.read_text("utf-8")
-    assert "No machine with several GPUs" in page.read_text("utf-8")
+    assert "No machine with several GPUs has run it yet." in page.read_text("utf-8")
     for file in _RESULTS.glob("gpu-*.json"):
         shutil.copy(file, tmp_path)
     (tmp_path / "gpu-eight.json").write_text(json.dumps(_eight()), "utf-8")
@@ -123,5 +123,5 @@ def test_the_table_says_what_the_files_say(tmp_path: Path) -> None:
     right, all_ = len(PROGRAMS) - 1, len(PROGRAMS)
     assert f"| 8 × Made Up | 0.3.0 | processes, 8 replicas | {right} of {all_} | fit |" in text
     assert "| 8 × Made Up | processes | 8 | ResNet-50 | 7,200 | 90% |" in text
-    assert "No machine with several GPUs" not in text
+    assert "No machine with several GPUs has run it yet." not in text
     assert "| 1 × NVIDIA H200 |" in text

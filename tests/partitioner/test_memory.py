@@ -35,7 +35,7 @@ def test_a_chain_of_operations(batch: int, replicas: int, rows: int, is_open: bo
     found = _found(lambda x: tf.reduce_sum(tf.tanh(x @ _WIDE)), batch, replicas, is_open)
     by_hand = rows * (_ROW + 2 * _HIDDEN)  # The batch, and what the hyperbolic tangent reads and gives.
     assert 0 <= found.others - by_hand <= _SMALL
-    assert (found.gradients, found.unknown) == (0, 0)
+    assert (found.gradients, found.guessed) == (0, 0)
 
 
 def test_what_may_run_at_a_time() -> None:
@@ -76,7 +76,7 @@ def test_the_elements_that_a_loop_collects() -> None:
     found = _found(tf.autograph.to_graph(step), 10, 2)
     elements = 7 * 5 * _HIDDEN
     assert 2 * elements <= found.others < 2 * elements + 8 * 5 * (_HIDDEN + _ROW) + _SMALL, "the list, and the stack"
-    assert found.unknown == 0
+    assert found.guessed == 0
 
 
 def test_a_branch_and_a_function() -> None:
@@ -94,4 +94,4 @@ def test_variables_that_are_written_may_be_there_twice() -> None:
 
 
 def test_sizes_that_the_data_decide_are_told() -> None:
-    assert _found(lambda x: tf.reduce_sum(tf.boolean_mask(x, x[:, 0] > 0)), 10, 2).unknown
+    assert _found(lambda x: tf.reduce_sum(tf.boolean_mask(x, x[:, 0] > 0)), 10, 2).guessed

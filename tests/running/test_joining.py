@@ -112,7 +112,10 @@ def test_tfrep_run_in_tasks_becomes_their_ranks(tasks: Callable[[], list[dict[st
         )
         for task in tasks()
     ]  # fmt: skip
-    found = [each for output, _ in outputs_of(processes) for each in found_in(output)]
+    outputs = outputs_of(processes)
+    said = [line for _, errors in outputs for line in errors.splitlines() if line.startswith("tfrep: ")]
+    assert said == ["tfrep: 2 replicas on this machine (CPU), shared_memory"]
+    found = [each for output, _ in outputs for each in found_in(output)]
     assert all("hash" in each and each["argv"] == ["--epochs", "3"] for each in found)
     check_all(found, "shared_memory")
 

@@ -14,6 +14,7 @@ import pytest
 import tensorflow as tf
 
 from tfrep_strategy.running import notes
+from tfrep_strategy.running.script import _run_file
 
 pytestmark = pytest.mark.lane("quick")
 
@@ -69,3 +70,23 @@ def test_who_comes_second_to_a_file_is_told_how_to_take_turns(
         assert ("`with tfrep.chief_first():`" in told) == (rank in ranks)
         if rank in ranks:
             assert f"{named} at the same moment" in told
+
+
+@pytest.mark.parametrize("debugs", ["0", "1"])
+@pytest.mark.parametrize(("text", "error"), [("import json\njson.loads('{')", "JSONDecodeError"), ("def f(:", "SyntaxError")])
+def test_of_what_lies_between_only_the_script_is_shown(
+    text: str, error: str, debugs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(text, "utf-8")
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    monkeypatch.setenv("TFREP_DEBUG", debugs)
+    with pytest.raises(Exception) as raised, notes.noted_failure(tmp_path, 0):  # noqa: PT011
+        _run_file(str(script))
+    sys.excepthook(raised.type, raised.value, raised.tb)
+    note = notes.read_notes(tmp_path)[0]
+    assert note.error == error
+    assert note.traceback == capsys.readouterr().err
+    assert f'File "{script}", line {len(text.splitlines())}' in note.traceback
+    assert ("tfrep_strategy" in note.traceback) == (debugs == "1")

@@ -20,6 +20,8 @@ from tfrep_strategy.core.validation import MOST_RANKS
 from tfrep_strategy.errors import ConfigurationError, TfrepError, check_count, message
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+_LEAST = 10**4
+"""What takes fewer bytes has no line if most models have none of it."""
 _ROWS = {
     "weights": "weights",
     "optimizer": "optimizer slots",
@@ -34,6 +36,9 @@ def bytes_of(text: str) -> int:
 
     Args:
         text: A number with a unit, such as "16GB" (10^9) or "16GiB" (2^30); bytes where there is none.
+
+    Returns:
+        The bytes.
 
     Raises:
         ConfigurationError: It is no such size.
@@ -125,15 +130,16 @@ def lines_of(found: Mapping[str, Any]) -> Iterator[str]:
     Args:
         found: From `estimate`.
     """
-    yield f"Each of {found['replicas']} replicas has {found['examples_of_replica']} of {found['batch_size']} examples in a step."
+    shared = f"{found['examples_of_replica']} of {found['batch_size']} examples"
+    yield f"Each of {found['replicas']} replicas has {shared} in a step ({found['line']})."
     exact, bound = found["exact"], found["upper_bound"]
     for name, told in _ROWS.items():
-        if exact[name] or name in ("weights", "optimizer", "gradients"):
+        if exact[name] >= _LEAST or name not in ("accumulators", "others"):
             yield _row(told, exact[name], "exact")
     yield _row("activations and temporaries", bound["activations"], "upper bound")
     yield _row("total", bound["total"], "upper bound")
-    if found["tensors_of_unknown_size"]:
-        yield f"Not in it: {found['tensors_of_unknown_size']} tensors whose sizes depend on the data."
+    if found["tensors_of_guessed_size"]:
+        yield f"{found['tensors_of_guessed_size']} tensors have sizes that the data decide. They count as what they are made of."
     memory = found["memory"]
     if memory is None:
         return

@@ -21,7 +21,6 @@ from tfrep_strategy.communicators import SingleCommunicator, register_communicat
 from tfrep_strategy.communicators.peers.reports import user_line
 from tfrep_strategy.communicators.sharding import Even, Owned, owners
 from tfrep_strategy.core.tf import BaseResourceVariable, DistributedVariable, UninitializedVariable
-from tfrep_strategy.keras_integration.internals import BaseOptimizer
 from tfrep_strategy.keras_integration.synchronous.optimizer import is_by_elements
 from tfrep_strategy.partitioner.memory import footprint
 from tfrep_strategy.running import script
@@ -139,7 +138,7 @@ class Needs:
         self._footprint = functools.cache(lambda rows: footprint(plan, self._step.graph, rows * replicas, replicas))
         self._rows = -(-batch // replicas)
         there = gc.get_objects()
-        optimizers = [x for x in there if issubclass(type(x), BaseOptimizer) and x.built]
+        optimizers = [x for x in there if issubclass(type(x), keras.optimizers.Optimizer) and x.built]
         self._slots = list(_slots(optimizers))
         self._updated = sum(_bytes(v) for v in {id(v): v for each in optimizers for v in each._trainable_variables}.values())
         of_optimizers = set(_copies(v for each in optimizers for v in each.variables))
@@ -161,6 +160,9 @@ class Needs:
 
         Args:
             memory: How many bytes it has; None if that is not known.
+
+        Returns:
+            What `tfrep estimate --json` prints, without the line of the script.
         """
         found = self._footprint(self._rows)
         exact = {
@@ -177,7 +179,7 @@ class Needs:
             "examples_of_replica": self._rows,
             "exact": exact,
             "upper_bound": {"activations": found.others, "total": total},
-            "tensors_of_unknown_size": found.unknown,
+            "tensors_of_guessed_size": found.guessed,
             "memory": memory,
             "fits": None if memory is None else True if total <= memory else False if sum(exact.values()) > memory else None,
             "changes": [] if memory is None or total <= memory else self._changes(memory),

@@ -7,11 +7,12 @@ Processes of parameter servers do not step together. All of them trace the time 
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import tensorflow as tf
 
@@ -119,6 +120,12 @@ class _Watched:
         return self._clock.watching(iter(self._data))
 
 
+@functools.cache
+def _clock() -> StepClock:
+    """Returns the clock of all fits: with another one a step would be traced again."""
+    return StepClock()
+
+
 class Pace:
     """How fast a `fit` is: without its first step, which is compiled, and without validation and what is between epochs.
 
@@ -126,12 +133,8 @@ class Pace:
         fit: The number of the `fit`.
     """
 
-    _shared_clock: ClassVar[StepClock | None] = None
-    """One for all: with another one a step would be traced again."""
-
     def __init__(self, fit: int) -> None:
-        self._fit, self._clock = fit, Pace._shared_clock or StepClock()
-        Pace._shared_clock = self._clock
+        self._fit, self._clock = fit, _clock()
         self._has_stepped = False
         self._since: tuple[float, Counts] | None = None
         self._seconds = self._steps = self._examples = self._data_seconds = 0.0

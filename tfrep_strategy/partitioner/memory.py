@@ -28,7 +28,8 @@ _IN_PLACE = frozenset({
 """Operations whose first output has the buffer of their first input."""
 
 _WRITE = frozenset({"AssignAddVariableOp", "AssignSubVariableOp", "AssignVariableOp"})
-_MARKED_GRADIENTS = (marks.GRADIENT, marks.SLICES)
+_FEW = 1024
+"""Tensors of so few bytes are not told of."""
 
 
 class Footprint(NamedTuple):
@@ -37,12 +38,12 @@ class Footprint(NamedTuple):
     Attributes:
         gradients: What optimizers are given.
         others: The most that all other tensors need at a time: an upper bound.
-        unknown: How many tensors have a size that only the data tell. They are not in the bound.
+        guessed: How many tensors have a size that only the data tell. They count as the largest tensor that they are made of.
     """
 
     gradients: int
     others: int
-    unknown: int
+    guessed: int
 
 
 class _Buffer:
@@ -80,13 +81,16 @@ def footprint(plan: Planner, graph: Any, batch: int, replicas: int) -> Footprint
         graph: The traced step.
         batch: How many rows the global batch has.
         replicas: How many replicas share them.
+
+    Returns:
+        The bytes.
     """
     walk = _Walk(batch, replicas)
     inputs = {x.name: walk.new(plan, x) for x in graph.inputs}
     walk.visit(plan, graph, dict(inputs))
     gradients, given = (sum(each.size for each in some) for some in (walk.gradients.values(), inputs.values()))
     updates = walk.written + given + (gradients if replicas > 1 else 0)  # The sums of gradients are there, too.
-    return Footprint(gradients, max(walk.peak(), updates), walk.unknown)
+    return Footprint(gradients, max(walk.peak(), updates), walk.guessed)
 
 
 class _Walk:
@@ -100,21 +104,33 @@ class _Walk:
         buffers: Those of all tensors.
         gradients: Those that optimizers are given, by their ids.
         written: How many bytes of variables are written.
-        unknown: How many tensors have a size that is not known.
+        guessed: How many tensors of more than a few bytes have a size that is not known.
     """
 
     def __init__(self, batch: int, replicas: int) -> None:
         self._batch, self._replicas = batch, replicas
         self.buffers: list[_Buffer] = []
         self.gradients: dict[int, _Buffer] = {}
-        self.written = self.unknown = self._count = 0
+        self.written = self.guessed = self._count = 0
+        self._made: dict[str, int] = {}
+        """By the name of a loop: how many rounds it makes."""
 
-    def new(self, plan: Planner | None, tensor: Any, now: tuple[int, int] = (0, 0)) -> _Buffer:
-        """Returns a buffer for a tensor that an operation makes."""
+    def new(self, plan: Planner | None, tensor: Any, now: tuple[int, int] = (0, 0), at_least: int = 0) -> _Buffer:
+        """Makes a buffer for a tensor that an operation makes.
+
+        Args:
+            plan: The plan of its graph, if there is one.
+            tensor: The tensor.
+            now: The operation, by its place in each order.
+            at_least: How many elements it is taken to have if that is not known.
+
+        Returns:
+            The buffer.
+        """
         has_none = tensor.dtype in (tf.resource, tf.variant)
-        buffer = _Buffer(0 if has_none else self._size(plan, tensor))
+        buffer = _Buffer(0 if has_none else self._size(plan, tensor, at_least))
         if not has_none and plan is not None and tensor.name in plan.whole and self._replicas > 1:
-            buffer.whole = _Buffer(self._bytes(plan, plan.dims(tensor), tensor.dtype))
+            buffer.whole = _Buffer(self._bytes(plan, plan.dims(tensor), tensor.dtype, at_least=at_least))
         for each in filter(None, (buffer, buffer.whole)):
             each.begin = each.end = now
             self.buffers.append(each)
@@ -166,9 +182,14 @@ class _Walk:
             self.buffers.append(beside)
         if type_ in _WRITE:
             self.written += self._size(plan, operation.inputs[1])
+        largest = max((each.size // x.dtype.size for each, x in zip(own, operation.inputs, strict=True)), default=0)
         is_constant = type_ == "Const" or (bool(own) and type_ in SAME_BITS and all(each.is_constant for each in own))
         for place, tensor in enumerate(operation.outputs):
-            if mark in _MARKED_GRADIENTS:
+            if mark == marks.SLICES and plan is not None and isinstance(plan.placement(operation.inputs[0]), Shard):
+                found = own[0].whole or _Buffer(self._bytes(plan, plan.dims(operation.inputs[0]), tensor.dtype))
+                found.begin = found.end = now
+                self.buffers.append(found)
+            elif mark in (marks.GRADIENT, marks.SLICES):
                 found = own[0].whole or own[0]
             elif type_ == "IdentityN" and mark is None:
                 found = own[place]
@@ -179,8 +200,8 @@ class _Walk:
             elif type_ == "ReadVariableOp":
                 found = _Buffer()  # It is that of the variable.
             else:
-                found = self.new(plan, tensor, now)
-                found.is_constant = is_constant
+                found = self.new(plan, tensor, now, largest)
+                found.is_constant = is_constant and tensor.dtype != tf.variant
             names[tensor.name] = found
             if tensor.dtype == tf.variant and plan is not None:
                 self._fill(plan, operation, tensor, found)
@@ -199,24 +220,27 @@ class _Walk:
 
     # Sizes.
 
-    def _size(self, plan: Planner | None, tensor: Any) -> int:
+    def _size(self, plan: Planner | None, tensor: Any, at_least: int = 0) -> int:
         """Returns how many bytes a replica has of a tensor."""
         if plan is None:
-            return self._bytes(plan, tensor.shape.as_list() if tensor.shape.rank is not None else None, tensor.dtype)
+            dims = None if tensor.shape.rank is None else tensor.shape.as_list()
+            return self._bytes(plan, dims, tensor.dtype, at_least=at_least)
         placed = plan.values[tensor.name].placement if tensor.name in plan.values else None
-        return self._bytes(plan, plan.dims(tensor), tensor.dtype, placed if isinstance(placed, Shard) else None)
+        return self._bytes(plan, plan.dims(tensor), tensor.dtype, placed if isinstance(placed, Shard) else None, at_least)
 
-    def _bytes(self, plan: Planner | None, dims: Any, dtype: tf.DType, shard: Shard | None = None) -> int:
-        """Returns how many bytes a replica has of a tensor; 0, and counts it, if that is not known."""
+    def _bytes(self, plan: Planner | None, dims: Any, dtype: tf.DType, shard: Shard | None = None, at_least: int = 0) -> int:
+        """Returns how many bytes a replica has of a tensor. A first axis of unknown size is that of the batch at least."""
         sizes = [None] if dims is None else [self._number(plan, size) for size in dims]
         if shard is not None and dims is not None:
             total = self._number(plan, Rows(1, shard.rows))
             sizes[shard.axis] = None if total is None else shard.per_row * -(-total // self._replicas)
         known = [size for size in sizes if size is not None]
-        if len(known) < len(sizes):
-            self.unknown += 1
-            return 0
-        return math.prod(known) * int(dtype.size)
+        if len(known) == len(sizes):
+            return math.prod(known) * int(dtype.size)
+        of_batch = self._batch * math.prod(known) if len(sizes) > 1 and len(known) == len(sizes) - 1 and sizes[0] is None else 0
+        guess = max(at_least, of_batch) * int(dtype.size)
+        self.guessed += guess > _FEW
+        return guess
 
     def _number(self, plan: Planner | None, size: Any) -> Any:
         if isinstance(size, Offset):
@@ -241,7 +265,7 @@ class _Walk:
         shard = value.placement if isinstance(value.placement, Shard) else None
         each = self._bytes(plan, value.elements.dims, value.elements.dtype, shard)
         if buffer.length is None:
-            self.unknown += 1
+            self.guessed += 1
             return
         length = -(-buffer.length // self._replicas) if isinstance(value.placement, Items) else buffer.length
         buffer.size = max(buffer.size, each * length)
@@ -256,10 +280,12 @@ class _Walk:
             walk.visit(inner, graph, {x.name: _Buffer() for x in graph.inputs})
             needs.append(walk.peak())
             self.gradients |= walk.gradients
-            self.written, self.unknown = self.written + walk.written, self.unknown + walk.unknown
+            self.written, self.guessed = self.written + walk.written, self.guessed + walk.guessed
         if not operation.type.endswith("While"):
             return max(needs)
         rounds = self._rounds(plan, operation, bodies[0][0])
+        if rounds is not None:
+            self._made[operation.name] = rounds
         for each in own:
             if each.length is None:
                 each.length = rounds
@@ -277,8 +303,9 @@ class _Walk:
                 limit = origin(condition.inputs[1])
                 known = tf.get_static_value(limit)
                 if known is None and limit.name in places:
-                    sizes = plan.sizes_of(operation.inputs[places[limit.name]])
-                    known = None if sizes is None else self._number(plan, sizes.ravel()[0])
+                    given = origin(operation.inputs[places[limit.name]])
+                    sizes = plan.sizes_of(given)  # The loop of a gradient makes as many rounds as another one.
+                    known = self._made.get(given.op.name) if sizes is None else self._number(plan, sizes.ravel()[0])
                 if known is not None:
                     found.append(int(known))
         return min(found, default=None)

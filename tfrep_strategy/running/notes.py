@@ -29,7 +29,7 @@ Hint: all ranks run this script, so that another rank may have been at {path} at
 `with tfrep.chief_first():`, or `if tfrep.is_chief():` followed by `tfrep.barrier()`.
 """
 _PACKAGE = str(Path(__file__).parent.parent) + os.sep
-_AROUND = ("<string>", "<frozen ", f"{os.sep}runpy.py", f"{os.sep}contextlib.py", f"{os.sep}traceback_utils.py")
+_AROUND = ("<frozen ", f"{os.sep}runpy.py", f"{os.sep}contextlib.py", f"{os.sep}traceback_utils.py")
 """Where frames lie through which every call of a script, of Keras or of TensorFlow goes."""
 
 
@@ -133,7 +133,8 @@ def _traceback_of_user(error: BaseException) -> str:
 
 def _leave_out_inner_frames(shown: traceback.TracebackException) -> None:
     kept = [frame for frame in shown.stack if not _is_inner(frame.filename)]
-    if kept or issubclass(shown.exc_type or Exception, SyntaxError):  # An error that is not of the script is shown as it is.
+    # An error without a frame of the script is shown as it is, but for a SyntaxError, which says where it is.
+    if kept or hasattr(shown, "filename"):
         shown.stack = traceback.StackSummary.from_list(kept)
     for other in (shown.__cause__, shown.__context__, *(shown.exceptions or ())):
         if other is not None:

@@ -49,8 +49,8 @@ _poller: _Poller | None = None
 def is_ending() -> bool:
     """Returns whether the run was asked to end (SIGTERM, as before a preemption), on all ranks at once.
 
-    Call it once in each round of a custom training loop, on all ranks, outside steps. From the first call on, SIGTERM ends nothing by
-    itself: the program saves, and ends. A launcher kills it after `TFREP_GRACE` seconds. `fit` saves and ends by itself, in a run
+    Call it once in each round of a custom training loop, on all ranks, outside steps. From the first call on, SIGTERM ends
+    nothing by itself: the program saves, and ends. A launcher kills it after `TFREP_GRACE` seconds. `fit` saves and ends by itself, in a run
     with backups.
 
     Returns:

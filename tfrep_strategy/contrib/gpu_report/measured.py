@@ -35,6 +35,9 @@ def measured(part: str, replicas: int, kind: str) -> Iterator[Finding]:
         part: Its name.
         replicas: How many replicas there are.
         kind: "GPU" or "CPU".
+
+    Yields:
+        What was found, as soon as it is there.
     """
     tf.config.experimental.enable_tensor_float_32_execution(False)
     yield from _PARTS[part](replicas, kind == "GPU")

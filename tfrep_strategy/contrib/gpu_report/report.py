@@ -177,11 +177,14 @@ def show(found: Mapping[str, Any]) -> None:
 
 
 def efficiency(found: Mapping[str, Any], line: Mapping[str, Any]) -> float | None:
-    """Returns how fast replicas are, divided by as many times plain Keras on one device; None if that was not measured.
+    """Compares replicas with as many times plain Keras on one device.
 
     Args:
         found: A report.
         line: One of its lines about speed.
+
+    Returns:
+        The quotient of their speeds; None if that of plain Keras was not measured.
 
     Example:
         >>> lines = [
