@@ -328,11 +328,11 @@ def test_a_metric_whose_state_is_no_sum_is_refused(strategy: Any, kind: str) -> 
     for metric in (made_inside, made_outside):
         model = make_model(strategy, metrics=[metric])
         for use in (model.fit, model.fit, model.evaluate):
-            with refuses(told=["_Error", "`state`"], metric="_Error"):
+            with refuses(told=["_Error", "`state`"], metric=...):
                 use(x, y, batch_size=BATCH, verbose=0)
         assert int(model.optimizer.iterations) == 0
     step = tf.function(lambda: strategy.run(lambda: made_inside.update_state(tf.ones([3]), tf.zeros([3]))))
-    with refuses(told=["_Error"], metric="_Error"):
+    with refuses(told=["_Error"], metric=...):
         strategy.coordinator.schedule(step)
 
 

@@ -59,7 +59,7 @@ def _spec_resolver(cluster: dict[str, list[str]], task: dict[str, Any]) -> Any:
     ("more_jobs", "task", "received"),
     [
         ({}, {"type": "wroker", "index": 0}, {"type": "wroker"}),
-        ({}, {"type": ["worker"], "index": 0}, {"type": ["worker"]}),
+        ({}, {"type": ["worker"], "index": 0}, {"type": ...}),
         ({}, {"type": "chief", "index": 0}, {"type": "chief"}),
         ({}, {"type": "worker", "index": 1}, {"index": 1}),
         ({}, {"type": "ps", "index": -1}, {"index": -1}),
