@@ -119,7 +119,7 @@ def test_a_name_that_no_layer_has():
 
 
 def test_bad_input():
-    with refuses(devices=3, devices_per_replica=2):
+    with refuses(devices=..., devices_per_replica=2):
         tfrep.MirroredStrategy(CPUS[:3], devices_per_replica=2)
     with refuses(told=["1 logical device"], logical_device=1):
         tfrep.MirroredStrategy(CPUS[:2], keras_layer_placement={"encoder": 1})
