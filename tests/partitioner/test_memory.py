@@ -94,4 +94,4 @@ def test_variables_that_are_written_may_be_there_twice() -> None:
 
 
 def test_sizes_that_the_data_decide_are_told() -> None:
-    assert _found(lambda x: tf.reduce_sum(tf.boolean_mask(x, x[:, 0] > 0)), 10, 2).guessed
+    assert _found(lambda x: tf.reduce_sum(tf.boolean_mask(x, x[:, 0] > 0)), 100, 2).guessed

@@ -111,7 +111,7 @@ def estimate(
 
 
 def main(arguments: Sequence[str], own_path: Sequence[str]) -> None:
-    """Runs the script, in a process of its own.
+    """Runs the script, in a separate process.
 
     Args:
         arguments: Number of replicas, bytes of memory or an empty string, path of the file to write, "script" or "module", its

@@ -140,7 +140,7 @@ class _Walk:
         """Visits a graph.
 
         Args:
-            plan: Its plan; None if it has none of its own.
+            plan: Its plan; None if it has none.
             graph: The graph.
             names: By the name of an input: its buffer. Those of all other tensors are added.
             begin: How many operations have to run before, one after the other.
@@ -182,7 +182,7 @@ class _Walk:
             self.buffers.append(beside)
         if type_ in _WRITE:
             self.written += self._size(plan, operation.inputs[1])
-        largest = max((each.size // x.dtype.size for each, x in zip(own, operation.inputs, strict=True)), default=0)
+        largest = max((each.size // max(x.dtype.size, 1) for each, x in zip(own, operation.inputs, strict=True)), default=0)
         is_constant = type_ == "Const" or (bool(own) and type_ in SAME_BITS and all(each.is_constant for each in own))
         for place, tensor in enumerate(operation.outputs):
             if mark == marks.SLICES and plan is not None and isinstance(plan.placement(operation.inputs[0]), Shard):

@@ -50,8 +50,8 @@ def is_ending() -> bool:
     """Returns whether the run was asked to end (SIGTERM, as before a preemption), on all ranks at once.
 
     Call it once in each round of a custom training loop, on all ranks, outside steps. From the first call on, SIGTERM ends
-    nothing by itself: the program saves, and ends. A launcher kills it after `TFREP_GRACE` seconds. `fit` saves and ends by itself, in a run
-    with backups.
+    nothing by itself: the program saves, and ends. A launcher kills it after `TFREP_GRACE` seconds. `fit` saves and ends by
+    itself, in a run with backups.
 
     Returns:
         True after a request. Ranks communicate at most once a second; other calls do not wait.

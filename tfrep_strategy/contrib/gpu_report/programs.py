@@ -142,7 +142,7 @@ def evaluate_and_predict(strategy: Any) -> Results:
 
 
 def custom_loop(strategy: Any) -> Results:
-    """A loop of one's own: `strategy.run` in a `tf.function`, a tape, an optimizer."""
+    """A custom training loop: `strategy.run` in a `tf.function`, a tape, an optimizer."""
     replicas = strategy or tf.distribute.get_strategy()
     data = tf.data.Dataset.from_tensor_slices(images(_EXAMPLES)).batch(_BATCH)
     with _scope(strategy):
