@@ -156,7 +156,7 @@ def test_several_machines_need_a_secret(tmp_path: Path) -> None:
         (NEEDED[:4], "rendezvous=None"),
         (NEEDED[2:], "nnodes=None"),
         (NEEDED[:2] + NEEDED[4:], "node_rank=None"),
-        ([*NEEDED, "--node-rank", "2"], "use a number from 0 to 1, another on each machine."),
+        ([*NEEDED, "--node-rank", "2"], "use a number from 0 to 1, a different one on each machine."),
         ([*NEEDED, "--node-rank", "-1"], "node_rank=-1"),
         ([*NEEDED, "--nnodes", "0"], "nnodes=0"),
         ([*NEEDED, "--rendezvous", "host"], "rendezvous='host'"),

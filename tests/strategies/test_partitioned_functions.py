@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -209,3 +210,32 @@ def test_ragged_and_sparse_arguments() -> None:
 def test_what_is_no_function_is_refused() -> None:
     with refuses(function=5):
         tfrep.partition(5)  # type: ignore[arg-type]
+
+
+def _trained(factor: float) -> np.ndarray:
+    """Returns the weights after two steps of a loop, with a rate that is so many times as large."""
+    x = np.linspace(-1, 1, 24, dtype="float32").reshape(6, 4)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, kernel_initializer="ones")])
+    optimizer = keras.optimizers.SGD(0.1 * factor)
+
+    @tf.function
+    def step(rows: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(rows) ** 2)
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+    for _ in range(2):
+        step(tf.constant(x))
+    return np.asarray(model.get_weights()[0])
+
+
+@pytest.mark.lane("quick")
+def test_settings_of_gradients_hold_in_loops() -> None:
+    """As in `fit`, the global gradient is transformed, and travels in 16 bits."""
+    exact, three_times = _trained(1.0), _trained(3.0)
+    strategy = tfrep.MirroredStrategy(["CPU:0", "CPU:1"])
+    strategy.gradient_transformers = [lambda gradients: [3.0 * g for g in gradients]]
+    with strategy.scope():
+        np.testing.assert_allclose(_trained(1.0), three_times, rtol=1e-6)
+    with tfrep.MirroredStrategy(["CPU:0", "CPU:1"], compression="bf16").scope():
+        assert 1e-7 < np.abs(_trained(1.0) - exact).max() < 1e-2

@@ -180,11 +180,12 @@ def traced_for() -> OneReplica | None:
 
 
 @contextlib.contextmanager
-def one_replica(strategy: Any) -> Iterator[list[Any]]:
-    """Opens a block in which this thread traces a one-device step.
+def one_replica(strategy: Any, is_traced: bool = True) -> Iterator[list[Any]]:
+    """Opens a block in which this thread traces or runs a one-device step.
 
     Args:
         strategy: The strategy; it derives from `HasOneReplica`.
+        is_traced: Whether the block traces a step. An eager step needs no marks.
 
     Yields:
         The variables that are made in the block. The list grows as they are made.
@@ -206,7 +207,7 @@ def one_replica(strategy: Any) -> Iterator[list[Any]]:
         of_all = strategy.extended
         extendeds[id(strategy)] = OneReplica(strategy, of_all)
         try:
-            with driver_of_trace.to(None if tf.executing_eagerly() else of_all.keras_driver.of_trace):
+            with driver_of_trace.to(of_all.keras_driver.of_trace if is_traced else None):
                 yield made
         finally:
             del extendeds[id(strategy)]

@@ -76,7 +76,7 @@ class PartitionedSteps:
         if "eager" not in self._reported:
             self._reported.add("eager")
             warn("Steps run eagerly: each process computes the whole batch. That is right, but no faster than one device.")
-        with _as_one_device(extended), one_replica(self._strategy):
+        with _as_one_device(extended), one_replica(self._strategy, is_traced=False):
             results = fn(batch)
         if not self._keeps_rows:
             return results
