@@ -118,6 +118,9 @@ def how_it_went(path: Path | None, seconds: float) -> str:
         path: Its file of events, if there is one. What has been told of each `fit` since the last start counts.
         seconds: How long the run has taken.
 
+    Returns:
+        The line. Without a `fit` that was measured it has the time only.
+
     Example:
         >>> events = Events(Path("told.jsonl"))
         >>> events.tell("fit", seconds=2.0, examples=800, data_wait=0.25)

@@ -128,7 +128,13 @@ def unknown_communicator(name: Any, known: Collection[str], setting: str = "comm
 
 
 def inside_of(name: Any) -> str:
-    """Returns what a hint says of a library that is no communicator, but is used by some.
+    """Tells which communicators use a library that is no communicator itself.
+
+    Args:
+        name: What a user has given as a communicator.
+
+    Returns:
+        A sentence for a hint, with a space before it; empty if there is nothing to say.
 
     Example:
         >>> inside_of("gloo"), inside_of("smoke")

@@ -185,7 +185,10 @@ def is_debugging() -> bool:
 
 
 def is_quiet() -> bool:
-    """Returns whether `TFREP_QUIET` is set, so that runs say neither what they are nor how fast they were.
+    """Tells whether runs and strategies say neither what they are nor how fast they were.
+
+    Returns:
+        Whether `TFREP_QUIET` is set.
 
     Example:
         >>> is_quiet()

@@ -37,10 +37,13 @@ class _Variable(NamedTuple):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether an error says that a device, or this machine, has no memory left.
+    """Tells whether an error says that a device, or this machine, has no memory left.
 
     Args:
         error: The error, of TensorFlow, CUDA or NumPy.
+
+    Returns:
+        Whether it does.
 
     Example:
         >>> is_out_of_memory(MemoryError("Unable to allocate 7.28 TiB for an array")), is_out_of_memory(ValueError("seven"))
@@ -64,7 +67,11 @@ def note_out_of_memory(error: BaseException) -> None:
 
 @contextmanager
 def noting_out_of_memory() -> Iterator[None]:
-    """Adds the hint to errors of the body, see `note_out_of_memory`."""
+    """Adds the hint to errors of the body, see `note_out_of_memory`.
+
+    Yields:
+        Nothing.
+    """
     try:
         yield
     except Exception as error:

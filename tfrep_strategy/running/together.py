@@ -178,7 +178,7 @@ class Launcher:
             elif kind != "end":  # The launchers of a run without rounds meet here.
                 raise ConfigurationError(
                     message(
-                        "The run of machine 0 is not to be started again.",
+                        "Machine 0 was started for a run without restarts, and this machine for one with them.",
                         hint="start all machines with the same --max-restarts and --nnodes.",
                         rendezvous=self._node.rendezvous,
                     )
