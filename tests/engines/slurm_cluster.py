@@ -1,4 +1,7 @@
-"""A Slurm cluster on this machine: `munged`, `slurmctld` and a `slurmd` for each node as child processes, all in one folder."""
+"""A Slurm cluster on this machine: `munged`, `slurmctld` and a `slurmd` for each node as child processes, all in one folder.
+
+The one node is this machine, or several nodes are network namespaces.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,17 @@ import secrets
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from networks import HOSTS
 from starting import LIMIT, environ
 
 from tfrep_strategy.cluster.rendezvous.connections import free_ports
 
 _CONFIGURATION = """\
 ClusterName=tfrep
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={host}({addresses[0]})
 SlurmUser={user}
 SlurmdUser={user}
 SlurmctldPort={port}
@@ -44,7 +48,7 @@ GresTypes=gpu
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
-_NODE = "NodeName={node} NodeAddr=127.0.0.1 Port={port} CPUs=2 State=UNKNOWN"
+_NODE = "NodeName={node} NodeAddr={address} Port={port} CPUs=2 State=UNKNOWN"
 _GPUS = "NodeName={node} Name=gpu File=/dev/null\nNodeName={node} Name=gpu File=/dev/zero\n"
 """Devices that stand for two GPUs: Slurm hands them out, and tells processes their numbers."""
 
@@ -56,15 +60,19 @@ class Cluster:
 
     Args:
         folder: Where everything is that belongs to it.
+        network: The network namespace in which users are, if it is not that of this process.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, network: str | None = None) -> None:
         self._folder = folder
+        self._where = _in(network) if network else []
         self.variables = {"SLURM_CONF": str(folder / "slurm.conf"), "XDG_CACHE_HOME": str(folder / "cache")}
 
     def ask(self, *command: str) -> str:
         """Runs one of Slurm's commands, and returns what it says."""
-        asked = subprocess.run(command, env=environ(**self.variables), capture_output=True, text=True, timeout=LIMIT, check=True)
+        asked = subprocess.run(
+            [*self._where, *command], env=environ(**self.variables), capture_output=True, text=True, timeout=LIMIT, check=True
+        )
         return asked.stdout.strip()
 
     def state(self, job: str, field: str = "JobState") -> str:
@@ -78,15 +86,15 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster(folder: Path, *nodes: str, gpus: bool = False) -> Iterator[Cluster]:
+def cluster(folder: Path, networks: Sequence[str] = ()) -> Iterator[Cluster]:
     """Starts the daemons, and ends them.
 
     Args:
-        folder: Where they keep their files.
-        nodes: Names of this machine; by default its own one.
-        gpus: Whether each node is said to have two GPUs.
+        folder: Where they keep their files. Their sockets need a short name.
+        networks: Network namespaces, those of `two_networks`. Each is a node, which is said to have two GPUs.
     """
-    nodes = nodes or (socket.gethostname(),)
+    nodes = HOSTS[: len(networks)] if networks else [socket.gethostname()]
+    addresses = HOSTS[: len(networks)] if networks else ["127.0.0.1"]
     (folder / "state").mkdir()
     for node in nodes:
         (folder / f"spool-{node}").mkdir()
@@ -96,26 +104,36 @@ def cluster(folder: Path, *nodes: str, gpus: bool = False) -> Iterator[Cluster]:
     configuration = folder / "slurm.conf"
     # The ports of ranks follow from the number of their job: those of two clusters of one machine should differ.
     first_job = 1 + secrets.randbelow(10_000)
-    host = socket.gethostname()
     controller, *ports = free_ports(1 + len(nodes))
-    lines = [_NODE.format(node=node, port=port) + " Gres=gpu:2" * gpus for node, port in zip(nodes, ports, strict=True)]
+    gpus = " Gres=gpu:2" if networks else ""
+    lines = [
+        _NODE.format(node=node, address=address, port=port) + gpus
+        for node, address, port in zip(nodes, addresses, ports, strict=True)
+    ]
     text = _CONFIGURATION.format(
-        host=host, user=getpass.getuser(), port=controller, folder=folder, first_job=first_job, nodes="\n".join(lines)
-    )
+        host=socket.gethostname(), addresses=addresses, user=getpass.getuser(), port=controller, folder=folder,
+        first_job=first_job, nodes="\n".join(lines),
+    )  # fmt: skip
     configuration.write_text(text, "utf-8")
-    (folder / "gres.conf").write_text("".join(_GPUS.format(node=node) for node in nodes if gpus), "utf-8")
-    made = Cluster(folder)
+    (folder / "gres.conf").write_text("".join(_GPUS.format(node=node) for node in nodes if networks), "utf-8")
+    made = Cluster(folder, networks[0] if networks else None)
     files = {"socket": "socket", "key-file": "key", "pid-file": "pid", "log-file": "daemon", "seed-file": "seed"}
     munged = ["munged", "--foreground", "--force", *(f"--{option}={folder}/munge.{name}" for option, name in files.items())]
     with contextlib.ExitStack() as daemons:
         daemons.enter_context(_daemon(munged, folder / "munged.log"))
         _wait_for(made, (folder / "munge.socket").exists)
-        daemons.enter_context(_daemon(["slurmctld", "-D", "-f", str(configuration)], folder / "slurmctld.log"))
-        for node in nodes:
-            slurmd = ["slurmd", "-D", "-f", str(configuration), "-N", node]
+        places = [_in(network) for network in networks] or [[]]
+        daemons.enter_context(_daemon([*places[0], "slurmctld", "-D", "-f", str(configuration)], folder / "slurmctld.log"))
+        for node, place in zip(nodes, places, strict=True):
+            slurmd = [*place, "slurmd", "-D", "-f", str(configuration), "-N", node]
             daemons.enter_context(_daemon(slurmd, folder / f"slurmd-{node}.log"))
         _wait_for(made, lambda: _is_idle(made))
         yield made
+
+
+def _in(network: str) -> list[str]:
+    """What stands before a command in a namespace. Slurm needs /sys as it is, in place of that of `ip netns exec`."""
+    return ["nsenter", f"--net=/run/netns/{network}"]
 
 
 @contextlib.contextmanager

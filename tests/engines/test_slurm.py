@@ -8,12 +8,14 @@ import shlex
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from networks import HOSTS, needs_networks, two_networks
 from slurm_cluster import Cluster, cluster
 from starting import GOES_ON, JOINS, REPOSITORY, RUN, TELLS, check_fits, check_ranks, done, found_in, needs, places_in
 
@@ -85,6 +87,7 @@ def test_the_body_of_a_batch_script_is_one_process(slurm: Cluster, one_device: l
     check_fits(finished(slurm, job, output), one_device)
 
 
+@needs_networks
 def test_a_job_of_two_nodes_with_gpus(one_device: list[Any], tmp_path: Path) -> None:
     """The script of docs/recipes/clusters.md, with two tasks and two GPUs, which devices stand for, on each node."""
     page = (REPOSITORY / "docs/recipes/clusters.md").read_text("utf-8")
@@ -99,14 +102,17 @@ def test_a_job_of_two_nodes_with_gpus(one_device: list[Any], tmp_path: Path) -> 
     for of_page, of_test in here.items():
         assert of_page in script
         script = script.replace(of_page, of_test)
-    (tmp_path / "cluster").mkdir()
     (tmp_path / "job.sh").write_text(f"{script}srun --label env\n", "utf-8")
-    with cluster(tmp_path / "cluster", "127.0.0.2", "127.0.0.3", gpus=True) as slurm:
+    with (
+        tempfile.TemporaryDirectory(prefix="slurm") as folder,
+        two_networks() as networks,
+        cluster(Path(folder), networks) as slurm,
+    ):
         job = slurm.ask("sbatch", "--parsable", f"--chdir={tmp_path}", str(tmp_path / "job.sh"))
         text = finished(slurm, job, tmp_path / "output.txt")
     check_fits(text, one_device)
     tasks = re.findall(r"(\d): SLURMD_NODENAME=(.*)", text)
-    assert sorted(tasks) == [("0", "127.0.0.2"), ("1", "127.0.0.2"), ("2", "127.0.0.3"), ("3", "127.0.0.3")]
+    assert sorted(tasks) == [(str(rank), HOSTS[rank // 2]) for rank in range(4)]
     assert re.findall(r"CUDA_VISIBLE_DEVICES=(.*)", text) == ["0,1"] * 4
 
 
