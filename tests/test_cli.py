@@ -253,7 +253,7 @@ def test_another_backend_of_keras_is_refused(tmp_path, monkeypatch, capsys, comm
         main()
     assert stop.value.code == 2
     what = f"Only Keras's TensorFlow backend works here. Received: KERAS_BACKEND='{backend}'"
-    assert capsys.readouterr().err == f"tfrep: {what}\nHint: set KERAS_BACKEND=tensorflow.\n"
+    assert capsys.readouterr().err == f"tfrep: {what}\nHint: set KERAS_BACKEND=tensorflow. [TFREP-E001]\n"
 
 
 def test_version(monkeypatch, capsys):

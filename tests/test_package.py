@@ -225,7 +225,7 @@ def test_all_that_a_newer_keras_has_changed_is_one_error(fresh, tmp_path):
     assert "`keras.src.utils.python_utils.is_default` is gone." in said
     for name in changed:
         assert f"`{name}` is (self, made_up), not (self, " in said
-    assert said.endswith(f" Hint: pip install '{KERAS.requirement}'")
+    assert said.endswith(f" Hint: pip install '{KERAS.requirement}' [TFREP-E003]")
 
 
 def test_all_that_a_newer_tensorflow_has_moved_is_one_error(fresh, tmp_path):
@@ -235,7 +235,7 @@ def test_all_that_a_newer_tensorflow_has_moved_is_one_error(fresh, tmp_path):
     assert said.startswith("UnsupportedVersionError | tfrep_strategy does not fit TensorFlow 2.22.0 (3 misfits): ")
     for name in gone:
         assert f"`tensorflow.python.{name.replace(':', '.')}` is gone." in said
-    assert said.endswith(f" Hint: pip install '{TENSORFLOW.requirement}'")
+    assert said.endswith(f" Hint: pip install '{TENSORFLOW.requirement}' [TFREP-E003]")
 
 
 def test_the_bounds_are_those_of_pip():

@@ -85,7 +85,7 @@ def test_ranks_of_different_versions_are_refused(tmp_path: Path, worker_pool: An
     first, second = worker_pool("tf", 2).run(differ, str(_EXAMPLES), str(tmp_path))
     assert first == second
     assert first[0].startswith(f"Rank 1 has Keras 3.0, and rank 0 has {keras.__version__}. Received: communicator='folder'")
-    assert first[1] == "Hint: install the same versions everywhere."
+    assert first[1] == "Hint: install the same versions everywhere. [TFREP-E003]"
 
 
 @pytest.mark.lane("wires")
