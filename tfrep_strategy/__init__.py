@@ -1,4 +1,4 @@
-"""Unmodified Keras 3 on many devices and many machines, with the answer that one device gives."""
+"""Distributed training for unmodified Keras 3, with results that match single-device training."""
 
 import sys
 from typing import TYPE_CHECKING

@@ -119,7 +119,7 @@ def _written(names: Sequence[str], given: Sequence[str]) -> tuple[str, str]:
 app = typer.Typer(
     cls=_Group,
     name="tfrep",
-    help="Unmodified Keras 3 on many devices and many machines.",
+    help="Distributed training for unmodified Keras 3, with results that match single-device training.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
