@@ -147,9 +147,9 @@ def lines_of(found: Mapping[str, Any]) -> Iterator[str]:
         yield f"That fits into {_told(memory)}."
         return
     if found["fits"] is False:
-        yield f"Without activations it is more than {_told(memory)} already. What other settings need, at most:"
+        yield f"Without activations it is more than {_told(memory)} already. What other settings need, about:"
     else:
-        yield f"That may be more than {_told(memory)}. What other settings need, at most:"
+        yield f"That may be more than {_told(memory)}. What other settings need, about:"
     for change in found["changes"]:
         settings = [f"{name}={change[name]}" for name in _SETTINGS if name in change]
         yield f"{_row(', '.join(settings), change['total'], 'fits' if change['fits'] else 'does not fit')}"

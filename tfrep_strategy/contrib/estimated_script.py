@@ -188,7 +188,8 @@ class Needs:
     def _total(self, rows: int, accumulates: bool = False, shards: bool = False) -> int:
         """Returns what a replica needs with another number of rows, and other settings, at most."""
         found = self._footprint(rows)
-        slots = self._of_slots(shards or self._is_sharded) + (self._updated if accumulates else 0)
+        # The accumulators, their sums with new gradients, the means of these, and the sums over replicas.
+        slots = self._of_slots(shards or self._is_sharded) + (4 * self._updated if accumulates else 0)
         return self._weights + self._others + slots + found.gradients + found.others
 
     @property
@@ -201,7 +202,8 @@ class Needs:
 
     def _of_slots(self, is_sharded: bool) -> int:
         """Returns what the variables of optimizers need on the replica that has most of them."""
-        held, dealt = np.zeros(self._replicas, np.int64), []
+        held = np.zeros(self._replicas, np.int64)
+        dealt: list[int] = []
         for each in self._slots:
             is_whole = not is_sharded or self._replicas == 1 or (self._is_sharded and each.cut is None)
             if each.kind != "slot" or is_whole:
@@ -219,8 +221,9 @@ class Needs:
     def _changes(self, memory: int) -> list[dict[str, Any]]:
         """Returns what each change of a setting would make of the total."""
         changes = [self._with_smaller_batch(memory)]
-        if not self._accumulators:
-            changes.append(self._with_accumulation(memory))
+        parts = [n for n in range(2, self._batch // self._replicas + 1) if not self._batch % n]
+        if parts and not self._accumulators:
+            changes.append(self._with_accumulation(memory, parts))
         may_shard = self._replicas > 1 and not self._is_sharded and any(each.kind == "slot" for each in self._slots)
         if may_shard:
             changes.append({"shard_optimizer_state": True, "total": self._total(self._rows, shards=True)})
@@ -237,9 +240,8 @@ class Needs:
         settings = {"batch_size": low * self._replicas, **({"shard_optimizer_state": True} if shards else {})}
         return {**settings, "total": self._total(low, shards=shards)}
 
-    def _with_accumulation(self, memory: int) -> dict[str, Any]:
+    def _with_accumulation(self, memory: int, parts: Sequence[int]) -> dict[str, Any]:
         """Returns the fewest batches into which this one can be cut so that each fits, or the most."""
-        parts = [n for n in range(2, self._batch // self._replicas + 1) if not self._batch % n] or [1]
         for steps in parts:
             total = self._total(-(-self._batch // steps // self._replicas), accumulates=True)
             if total <= memory or steps == parts[-1]:

@@ -185,8 +185,9 @@ class _Walk:
         largest = max((each.size // max(x.dtype.size, 1) for each, x in zip(own, operation.inputs, strict=True)), default=0)
         is_constant = type_ == "Const" or (bool(own) and type_ in SAME_BITS and all(each.is_constant for each in own))
         for place, tensor in enumerate(operation.outputs):
-            if mark == marks.SLICES and plan is not None and isinstance(plan.placement(operation.inputs[0]), Shard):
-                found = own[0].whole or _Buffer(self._bytes(plan, plan.dims(operation.inputs[0]), tensor.dtype))
+            is_gathered = mark == marks.SLICES and plan is not None and isinstance(plan.placement(operation.inputs[0]), Shard)
+            if is_gathered and plan is not None and own[0].whole is None:
+                found = _Buffer(self._bytes(plan, plan.dims(operation.inputs[0]), tensor.dtype))
                 found.begin = found.end = now
                 self.buffers.append(found)
             elif mark in (marks.GRADIENT, marks.SLICES):
@@ -230,7 +231,7 @@ class _Walk:
 
     def _bytes(self, plan: Planner | None, dims: Any, dtype: tf.DType, shard: Shard | None = None, at_least: int = 0) -> int:
         """Returns how many bytes a replica has of a tensor. A first axis of unknown size is that of the batch at least."""
-        sizes = [None] if dims is None else [self._number(plan, size) for size in dims]
+        sizes: list[Any] = [None] if dims is None else [self._number(plan, size) for size in dims]
         if shard is not None and dims is not None:
             total = self._number(plan, Rows(1, shard.rows))
             sizes[shard.axis] = None if total is None else shard.per_row * -(-total // self._replicas)
@@ -294,7 +295,8 @@ class _Walk:
 
     def _rounds(self, plan: Planner, operation: Any, test: Any) -> int | None:
         """Returns how many rounds a loop makes that counts them up to a number; None if it does something else."""
-        places, found, stack = {x.name: i for i, x in enumerate(test.inputs)}, [], [origin(test.outputs[0])]
+        places, stack = {x.name: i for i, x in enumerate(test.inputs)}, [origin(test.outputs[0])]
+        found: list[int] = []
         while stack:
             condition = stack.pop().op
             if condition.type == "LogicalAnd":

@@ -190,9 +190,12 @@ def test_a_name_that_becomes_known_while_the_server_starts(friends: list[str], m
 
 def test_a_port_that_is_in_use_is_left_to_tensorflow() -> None:
     (port,) = free_ports(1, "")
-    with listening(port), pytest.warns(UserWarning, match="in use"), confined(f"127.0.0.1:{port}", []):
-        assert "TF_GRPC_REUSE_PORT" not in os.environ
-        assert reaches("127.0.0.1", port)
+    with listening(port), warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with confined(f"127.0.0.1:{port}", []):
+            assert "TF_GRPC_REUSE_PORT" not in os.environ
+            assert reaches("127.0.0.1", port)
+    assert "in use" in str(warned[0].message)
 
 
 def test_a_server_that_does_not_start_leaves_its_port_free() -> None:

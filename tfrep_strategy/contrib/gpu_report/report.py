@@ -56,9 +56,9 @@ def report(kind: str = "GPU", seconds: float = SECONDS) -> dict[str, Any]:
         raise ConfigurationError(message("There is no GPU here that programs may use.", hint=hint))
     refuse_inside_a_run("`tfrep doctor --gpus`")
     begin = time.monotonic()
-    findings: list[Any] = []
-    scaling: list[Any] = []
-    left_out: list[Any] = []
+    findings: list[dict[str, Any]] = []
+    scaling: list[dict[str, Any]] = []
+    left_out: list[dict[str, Any]] = []
     for part, replicas in _parts(len(gpus)):
         left = seconds - (time.monotonic() - begin) - _TO_END
         found, problem = _measured(part, replicas, kind, min(left, _SECONDS_OF_PART)) if left > 0 else ([], "no time was left")
