@@ -61,7 +61,7 @@ def check_refused(launchers: Sequence[subprocess.Popen[str]], said: str, hint: s
 @pytest.mark.parametrize(("numbers", "count"), [((0, 0), 2), ((0, 1, 1), 3)])
 def test_a_number_twice(numbers: Sequence[int], count: int, address: str, start: Callable) -> None:
     launchers = [start(*node(address, number, count)) for number in numbers]
-    check_refused(launchers, f"Two processes say that they are node {numbers[-1]}: ", "give each process a node of its own")
+    check_refused(launchers, f"Two processes say that they are node {numbers[-1]}: ", "give each process its own node")
 
 
 @pytest.mark.parametrize(

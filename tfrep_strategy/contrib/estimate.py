@@ -102,7 +102,8 @@ def estimate(
     if found:
         return dict(found)
     if done.returncode:
-        raise TfrepError(message("The script has failed before its first training step.", exit_code=done.returncode))
+        hint = "run the script without tfrep, and mend what it says above."
+        raise TfrepError(message("The script has failed before its first training step.", hint, exit_code=done.returncode))
     if found is None:
         hint = "it has to call fit, or a tf.function that trains. A step that it gives to strategy.run is not estimated."
         raise ConfigurationError(message("The script has ended without a training step that replicas share.", hint, script=target))
