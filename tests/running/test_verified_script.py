@@ -33,6 +33,11 @@ def test_a_healthy_script(kind: str, tmp_path: Path) -> None:
     assert "Nothing differs from one device." in told
     assert re.search(r"Compared: \d+ steps of [3-9] functions, up to [1-9]\d\d tensors in each.", told)
     assert re.search(r"Results and weights of 5 calls were compared.", told), "fit, predict, and 3 steps"
+    difference, tolerance = re.search(
+        r"The largest difference: (\S+), of .* of call \d, .*; the tolerance is (\S+)\.\n", told
+    ).groups()
+    assert 0 < float(difference) <= float(tolerance)
+    assert "Epochs ended after 3 steps, if they had more. With --full they take all." in told
     assert not list(tmp_path.iterdir())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import gc
 import itertools
 import pickle
@@ -15,6 +16,8 @@ import tensorflow as tf
 from tfrep_strategy.core.limits import Verification, verification
 
 _numbers = itertools.count()
+_is_called = contextvars.ContextVar("is_called", default=False)
+"""Whether a call is being recorded. What it calls is part of it: on one device, `partition` calls a `tf.function`."""
 _times_called: dict[str, int] = {}
 _random = np.random.default_rng(1)
 _LAST_BIT = {tf.bfloat16: 2.0**-7, tf.float16: 2.0**-10, tf.float32: 2.0**-23, tf.float64: 2.0**-52}
@@ -114,7 +117,7 @@ def _as_numbers(value: Any) -> tuple[Any, float] | None:
 
 
 def called(name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Calls a function, and records the results of its first calls if a script is verified.
+    """Calls a function, and records the results of its first calls if a script is verified; of nested calls the outermost.
 
     Args:
         name: Its name.
@@ -123,11 +126,15 @@ def called(name: str, function: Callable[..., Any], args: Sequence[Any], kwargs:
         kwargs: Its keyword arguments.
     """
     asked = verification()
-    if asked is None or not tf.executing_eagerly() or _times_called.get(name, 0) >= asked.steps:
+    if asked is None or _is_called.get() or not tf.executing_eagerly() or _times_called.get(name, 0) >= asked.steps:
         return function(*args, **kwargs)
     _times_called[name] = _times_called.get(name, 0) + 1
     undo = nudge() if asked.nudge else None
-    results = function(*args, **kwargs)
+    token = _is_called.set(True)
+    try:
+        results = function(*args, **kwargs)
+    finally:
+        _is_called.reset(token)
     if undo is not None:
         undo()
     note(name, results)

@@ -116,9 +116,34 @@ def verify_script(
             beside = "Results are not compared: steps draw numbers without a seed, which are others in each run."
             return Verdict(0, ["No step differs from one device.", compared, beside])
         found = _first_result_that_differs(*(_results(Path(folder, name)) for name in ("replicas", "one", "nudged")))
-    if isinstance(found, int):
-        return Verdict(0, ["Nothing differs from one device.", compared, f"Results and weights of {found} calls were compared."])
+    if isinstance(found, _Alike):
+        shortened = [] if full else [f"Epochs ended after {steps} steps, if they had more. With --full they take all."]
+        return Verdict(0, ["Nothing differs from one device.", compared, *found.lines(), *shortened])
     return Verdict(1, [*found, compared])
+
+
+@dataclasses.dataclass
+class _Alike:
+    """Results that do not differ: of how many calls, and the one that came closest to its tolerance."""
+
+    calls: int
+    closest: str = ""
+    difference: float = 0.0
+    tolerance: float = math.inf
+
+    def add(self, what: str, difference: float, tolerance: float) -> None:
+        if difference and difference / tolerance > self.difference / self.tolerance:
+            self.closest, self.difference, self.tolerance = what, difference, tolerance
+
+    def lines(self) -> list[str]:
+        lines = [f"Results and weights of {self.calls} calls were compared."]
+        if self.closest:
+            lines.append(
+                f"The largest difference: {self.difference:.3g}, of {self.closest}; the tolerance is {self.tolerance:.3g}."
+            )
+        elif self.calls:
+            lines.append("All are the same to the last bit.")
+        return lines
 
 
 @contextlib.contextmanager
@@ -163,21 +188,23 @@ def _results(folder: Path) -> list[tuple[str, dict[str, Any]]]:
     return [pickle.loads(file.read_bytes()) for file in sorted(folder.glob("result*.pkl"))]
 
 
-def _first_result_that_differs(replicas: Sequence[Any], one: Sequence[Any], nudged: Sequence[Any]) -> list[str] | int:
-    """Returns what to tell of the first result that differs; if none does, how many calls were compared."""
+def _first_result_that_differs(replicas: Sequence[Any], one: Sequence[Any], nudged: Sequence[Any]) -> list[str] | _Alike:
+    """Returns what to tell of the first result that differs; if none does, what was compared."""
     calls = [[call for call, _ in each] for each in (replicas, one)]
     if calls[0] != calls[1]:
         return ["Calls differ from those on one device.", f"  replicas:   {calls[0]}", f"  one device: {calls[1]}"]
+    alike = _Alike(len(replicas))
     for number, ((call, found), (_, right)) in enumerate(zip(replicas, one, strict=True), 1):
         other = nudged[number - 1][1] if number <= len(nudged) else {}  # Last bits may decide how many calls there are.
-        alike = {name for name in other if name in right and np.shape(other[name][0]) == np.shape(right[name][0])}
-        has_spread = any(np.any(other[name][0] != right[name][0]) for name in alike)
-        first = f"The first that differs from one device: {{}} of call {number}, {call}"
+        shared = {name for name in other if name in right and np.shape(other[name][0]) == np.shape(right[name][0])}
+        has_spread = any(np.any(other[name][0] != right[name][0]) for name in shared)
+        of = f"{{}} of call {number}, {call}"
+        first = f"The first that differs from one device: {of}"
         for name in [*found, *(each for each in right if each not in found)]:
             if name not in found or name not in right or np.shape(found[name][0]) != np.shape(right[name][0]):
                 return [f"{first.format(name)}: only one has it, or its shape differs."]
             (got, last_bit), (wanted, _) = found[name], right[name]
-            spread = _distance(other[name][0], wanted) if name in alike else math.inf
+            spread = _distance(other[name][0], wanted) if name in shared else math.inf
             largest = float(np.max(np.abs(wanted), initial=0.0, where=np.isfinite(wanted)))
             tolerance, difference = _SAFETY * (spread + last_bit * largest), _distance(got, wanted)
             if has_spread and not spread:
@@ -189,7 +216,8 @@ def _first_result_that_differs(replicas: Sequence[Any], one: Sequence[Any], nudg
                     f"  tolerance:  {tolerance:.3g}",
                     "No step differs that was compared. So it is the data, a metric, a callback, or what is done between steps.",
                 ]
-    return len(replicas)
+            alike.add(of.format(name), difference, tolerance)
+    return alike
 
 
 def _distance(own: np.ndarray, right: np.ndarray) -> float:
