@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tfrep_strategy.running import launch
     from tfrep_strategy.running.coordinator import exit_on_server_loss
     from tfrep_strategy.strategies.auto import auto_strategy
+    from tfrep_strategy.strategies.keras_distribution import enable_keras_distribution
     from tfrep_strategy.strategies.logical_devices import logical_device
     from tfrep_strategy.strategies.mirrored import MirroredStrategy, use_logical_cpus
     from tfrep_strategy.strategies.multi_worker import MultiWorkerStrategy
@@ -58,6 +59,7 @@ else:
         "cluster.transports": ["register_communicator"], "communicators": ["Communicator"],
         "keras_integration.dataset_creator": ["DatasetCreator"], "keras_integration.saving.model_files": ["TimedCheckpoint"],
         "running": ["launch"], "running.coordinator": ["exit_on_server_loss"], "strategies.auto": ["auto_strategy"],
+        "strategies.keras_distribution": ["enable_keras_distribution"],
         "strategies.logical_devices": ["logical_device"], "strategies.mirrored": ["MirroredStrategy", "use_logical_cpus"],
         "strategies.multi_worker": ["MultiWorkerStrategy"], "strategies.parameter_server": ["ParameterServerStrategy"],
         "strategies.partitioned_functions": ["partition"],
@@ -76,6 +78,7 @@ __all__ = [
     "MultiWorkerStrategy", "ParameterServerReplicator", "ParameterServerStrategy",
     "Replicator", "SidecarEvaluator", "TimedCheckpoint", "__version__", "all_gather", "all_gather_object",
     "all_mean", "all_reduce", "all_sum", "all_to_all", "auto_strategy", "barrier", "broadcast", "broadcast_object", "chief_first",
+    "enable_keras_distribution",
     "exit_on_server_loss", "is_chief", "is_ending", "launch", "local_cluster", "logical_device", "map_gather", "map_reduce",
     "num_replicas", "partition",
     "reduce_scatter", "register_communicator", "register_environment", "replica_id", "use_logical_cpus",

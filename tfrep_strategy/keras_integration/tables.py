@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfrep_strategy.core.tf import default_graph_stack
 from tfrep_strategy.errors import ConfigurationError, message
-from tfrep_strategy.keras_integration import refusals, whole_files
+from tfrep_strategy.keras_integration import distribution, refusals, whole_files
 from tfrep_strategy.keras_integration.dataset_creator import EXPERIMENTAL, make_and_adapt
 from tfrep_strategy.keras_integration.finding import (
     driver_in_scope,
@@ -272,6 +272,14 @@ class ModelPatches:
     clear_session = patch(
         "backend.common.global_state:clear_session", "(free_memory=True)", everywhere=True,
         why="the scope survives the call", does=clear_but_keep_scope,
+    )
+    distribution_backend = patch(
+        "distribution.distribution_lib:distribution_lib", instead=distribution,
+        why="Keras's prototype for TensorFlow distributes nothing",
+    )
+    set_distribution = patch(
+        "distribution.distribution_lib:set_distribution", "(value)", everywhere=True,
+        why="the devices of the mesh become the replicas of a strategy in scope", does=distribution.enter,
     )
     warnings = patch(
         "warnings", everywhere=True, instead=WarningsOfKeras(),

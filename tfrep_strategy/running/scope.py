@@ -37,6 +37,7 @@ def run_strategy_scope() -> Iterator[Any]:
         from tfrep_strategy.keras_integration.profiled_fit import say_without_fit
         from tfrep_strategy.running.stand_ins import put, strategy_everywhere
         from tfrep_strategy.strategies.auto import auto_strategy
+        from tfrep_strategy.strategies.keras_distribution import enable_keras_distribution
         from tfrep_strategy.strategies.parameter_server import ParameterServerStrategy
 
         gpus = tf.config.get_visible_devices("GPU")
@@ -51,6 +52,7 @@ def run_strategy_scope() -> Iterator[Any]:
         _show_devices(variable(Size, "TFREP_NUM_REPLICAS"))
     runs_on_servers = os.environ["TFREP_STRATEGY"] == "parameter-server"
     strategy = ParameterServerStrategy() if runs_on_servers else auto_strategy()
+    enable_keras_distribution()
     with contextlib.ExitStack() as stack:
         if runs_on_servers:
             stack.enter_context(exit_on_server_loss(strategy))

@@ -16,6 +16,7 @@ from tfrep_strategy.cluster.environments import (
     Environment,
     HorovodEnvironment,
     IndexedJobEnvironment,
+    KerasDistributionEnvironment,
     MpiEnvironment,
     SingleEnvironment,
     SlurmEnvironment,
@@ -81,6 +82,10 @@ TRAIN_JOB = {
 }  # fmt: skip
 INDEXED_JOB = {"JOB_COMPLETION_INDEX": 1, "WORLD_SIZE": 3, **MASTER}
 
+KERAS = {
+    "KERAS_DISTRIBUTION_JOB_ADDRESSES": "a:1,b:1,a:2", "KERAS_DISTRIBUTION_NUM_PROCESSES": 3, "KERAS_DISTRIBUTION_PROCESS_ID": 2,
+}  # fmt: skip
+
 ALONE = {"RANK": 0, "WORLD_SIZE": 1}
 
 PLACES = [
@@ -124,6 +129,9 @@ PLACES = [
     ({**TRAIN_JOB, "PET_NPROC_PER_NODE": "auto"}, TrainJobEnvironment, 1, 2, 0, 1),
     (INDEXED_JOB, IndexedJobEnvironment, 1, 3, 0, 1),
     ({"JOB_COMPLETION_INDEX": 0, "WORLD_SIZE": 1}, IndexedJobEnvironment, 0, 1, 0, 1),
+    (KERAS, KerasDistributionEnvironment, 2, 3, 1, 2),
+    ({**KERAS, "KERAS_DISTRIBUTION_JOB_ADDRESSES": "a:1"}, KerasDistributionEnvironment, 2, 3, 0, 1),
+    ({**KERAS, "KERAS_DISTRIBUTION_JOB_ADDRESSES": "127.0.0.1:1"}, KerasDistributionEnvironment, 2, 3, 2, 3),
     # Which one wins.
     ({**TORCHRUN, **TRAIN_JOB, **INDEXED_JOB, "WORLD_SIZE": 4, **SLURM}, TorchrunEnvironment, 3, 4, 1, 2),
     ({**TRAIN_JOB, **INDEXED_JOB}, TrainJobEnvironment, 1, 2, 0, 1),
@@ -155,6 +163,9 @@ def test_place(monkeypatch, variables, kind, rank, size, local_rank, local_size)
 
 
 REFUSED = [
+    ({**KERAS, "KERAS_DISTRIBUTION_JOB_ADDRESSES": "a:1,b:1"}, "job_addresses='a:1,b:1'"),
+    ({**KERAS, "KERAS_DISTRIBUTION_JOB_ADDRESSES": "a"}, "KERAS_DISTRIBUTION_JOB_ADDRESSES"),
+    ({**KERAS, "KERAS_DISTRIBUTION_PROCESS_ID": 3}, "3"),
     # variables, what the message names
     ({"TF_CONFIG": "worker"}, "invalid JSON"),
     ({"TF_CONFIG": "[1]"}, "TF_CONFIG=[1]"),
@@ -268,6 +279,11 @@ KINDS = {
     "torchrun": {"RANK": "{rank}", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "{port}"},
     "TrainJob": {"PET_NODE_RANK": "{rank}", "PET_NNODES": "2", "PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": "{port}"},
     "indexed Job": {"JOB_COMPLETION_INDEX": "{rank}", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "{port}"},
+    "keras.distribution": {
+        "KERAS_DISTRIBUTION_JOB_ADDRESSES": "localhost:{port}",
+        "KERAS_DISTRIBUTION_NUM_PROCESSES": "2",
+        "KERAS_DISTRIBUTION_PROCESS_ID": "{rank}",
+    },
     "MPI": {"PMI_RANK": "{rank}", "PMI_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "{port}"},
 }
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 from tfrep_strategy.cluster.environments.base import Environment, SingleEnvironment
+from tfrep_strategy.cluster.environments.keras_distribution import KerasDistributionEnvironment
 from tfrep_strategy.cluster.environments.kubernetes import IndexedJobEnvironment, TrainJobEnvironment
 from tfrep_strategy.cluster.environments.mpi import HorovodEnvironment, MpiEnvironment
 from tfrep_strategy.cluster.environments.slurm import SlurmEnvironment
@@ -18,6 +19,7 @@ __all__ = [
     "Environment",
     "HorovodEnvironment",
     "IndexedJobEnvironment",
+    "KerasDistributionEnvironment",
     "MpiEnvironment",
     "SingleEnvironment",
     "SlurmEnvironment",
@@ -39,6 +41,7 @@ _environments: list[type[Environment]] = [
     TrainJobEnvironment,
     IndexedJobEnvironment,
     SlurmEnvironment,
+    KerasDistributionEnvironment,
     SingleEnvironment,
 ]
 _own = frozenset(_environments)
@@ -48,8 +51,8 @@ def detect_environment() -> Environment:
     """Detects the launcher of this process.
 
     The first environment that detects itself is used. The order is: registered environments (the latest first), Horovod,
-    MPI, `TF_CONFIG`, torchrun's variables, a TrainJob, an indexed Job, Slurm, a single process. An environment of a single process
-    is refused if another one describes several processes. A registered environment is trusted.
+    MPI, `TF_CONFIG`, torchrun's variables, a TrainJob, an indexed Job, Slurm, `keras.distribution`'s variables, a single process.
+    An environment of a single process is refused if another one describes several processes. A registered environment is trusted.
 
     Returns:
         The environment, checked.

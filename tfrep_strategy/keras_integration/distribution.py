@@ -1,0 +1,132 @@
+"""`keras.distribution` on TensorFlow: the devices of a mesh are the replicas of a strategy, which a distribution brings into scope.
+
+Keras's own module for TensorFlow is a prototype that its source says not to use. This module takes its place, see `tables.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+from keras import distribution
+
+from tfrep_strategy.cluster.environments import detect_environment
+from tfrep_strategy.cluster.environments.keras_distribution import ADDRESSES, RANK, SIZE, KerasDistributionEnvironment
+from tfrep_strategy.errors import ConfigurationError, TfrepError, message
+from tfrep_strategy.keras_integration.finding import driver_of
+
+make_strategy: Callable[[Sequence[str]], Any] | None = None
+"""Makes the strategy for the names of devices. The room above, where strategies are, sets it."""
+_entered: Any = None
+"""The strategy that a distribution has brought into scope."""
+
+
+def list_devices(device_type: str | None = None) -> list[str]:
+    """Lists the devices of all replicas: those of the strategy in scope, or of the strategy that a distribution would get.
+
+    Args:
+        device_type: `"cpu"`, `"gpu"`, or None for GPUs where there are any, else CPUs.
+
+    Returns:
+        Their names, `["gpu:0", "gpu:1", ...]`. Those of other processes are counted on.
+    """
+    kind = (device_type or ("gpu" if tf.config.get_visible_devices("GPU") else "cpu")).lower()
+    strategy = tf.distribute.get_strategy()
+    if driver_of(strategy) is not None:
+        count = strategy.num_replicas_in_sync
+    elif (size := detect_environment().size) > 1:
+        count = size
+    else:
+        count = len(tf.config.list_logical_devices(kind.upper()))
+    return [f"{kind}:{i}" for i in range(count)]
+
+
+def get_device_count(device_type: str | None = None) -> int:
+    """Counts the devices of all replicas; see `list_devices`."""
+    return len(list_devices(device_type))
+
+
+def initialize(job_addresses: str | None, num_processes: int | None, process_id: int | None) -> None:
+    """Says which process this is. Without arguments, or where a launcher has said it already, nothing is changed.
+
+    Args:
+        job_addresses: `host:port` of process 0, or of each process, separated by commas.
+        num_processes: The number of processes.
+        process_id: The number of this process, from 0.
+
+    Raises:
+        ConfigurationError: The arguments contradict each other, or the launcher.
+    """
+    found = detect_environment()
+    if found.size == 1 and num_processes not in (None, 1):
+        given = {ADDRESSES: job_addresses, SIZE: num_processes, RANK: process_id}
+        os.environ.update({name: str(value) for name, value in given.items() if value is not None})
+        try:
+            KerasDistributionEnvironment()
+        except ConfigurationError:
+            for name in given:
+                os.environ.pop(name, None)
+            raise
+        found = detect_environment()
+    asked = found.size if num_processes is None else num_processes, found.rank if process_id is None else process_id
+    if asked != (found.size, found.rank):
+        raise ConfigurationError(
+            message(
+                "The launcher has started another number of processes, or has given this one another number.",
+                hint="call keras.distribution.initialize() without arguments under a launcher.",
+                num_processes=num_processes,
+                process_id=process_id,
+                launcher=found.describe(),
+            )
+        )
+
+
+def distribute_tensor(tensor: Any, layout: Any) -> Any:
+    """Returns the tensor: what replicas hold of a tensor inside a step follows from the rules of its operations."""
+    return tensor
+
+
+def enter(set_distribution: Any, value: Any) -> None:
+    """Brings the strategy of a distribution into scope, and leaves that of the one before.
+
+    Args:
+        set_distribution: Keras's function.
+        value: The distribution; None for no distribution.
+
+    Raises:
+        ConfigurationError: The mesh has another number of devices than the strategy in scope has replicas.
+    """
+    global _entered
+    if value is not None and not isinstance(value, distribution.DataParallel):
+        raise ConfigurationError(
+            message(
+                "The weights of a layout map cannot be sharded.",
+                hint="use keras.distribution.DataParallel; shard_optimizer_state=True of a strategy shards what is largest.",
+                distribution=type(value).__name__,
+            )
+        )
+    if _entered is not None:
+        tf.distribute.experimental_set_strategy(None)
+        _entered = None
+    if value is not None:
+        devices = [str(each) for each in value.device_mesh.devices.flatten()]
+        strategy = tf.distribute.get_strategy()
+        if not tf.distribute.has_strategy() and (len(devices) > 1 or detect_environment().size > 1):
+            if make_strategy is None:
+                raise TfrepError(message("No strategies are known.", hint="import tfrep_strategy.strategies first."))
+            strategy = make_strategy(devices)
+        if strategy.num_replicas_in_sync != len(devices):
+            raise ConfigurationError(
+                message(
+                    "A mesh has one device for each replica.",
+                    hint="make the mesh of keras.distribution.list_devices().",
+                    devices=devices,
+                    replicas=strategy.num_replicas_in_sync,
+                )
+            )
+        if not tf.distribute.has_strategy() and strategy.num_replicas_in_sync > 1:
+            tf.distribute.experimental_set_strategy(strategy)
+            _entered = strategy
+    set_distribution(value)
