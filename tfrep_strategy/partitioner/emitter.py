@@ -259,10 +259,20 @@ class Emitter:
                     result.set_shape(tensor.shape)
                 own[tensor.name] = result
 
+        def sent(each: Collective) -> list[tf.Tensor]:
+            part, *after = each.inputs
+            if not after:
+                return [own[part.name] for own in known]
+            values = []
+            for own, device in zip(known, transport.devices, strict=True):
+                with tf.device(device), tf.control_dependencies([own[x.name] for x in after]):
+                    values.append(tf.identity(own[part.name]))
+            return values
+
         def together(kinds: Sequence[str], talk: Callable[..., Any]) -> None:
             members = [each for each in collectives if each.kind in kinds]
             if members:
-                values = [[own[each.inputs[0].name] for own in known] for each in members]
+                values = list(map(sent, members))
                 for each, results in zip(members, talk(values, [each.kind for each in members]), strict=True):
                     note(each.outputs[0], results)
 

@@ -1,4 +1,4 @@
-"""Placements of the tensors of a global step on replicas: replicated, sharded, or partial."""
+"""Placements of the tensors of a global step on replicas: replicated, sharded, partial, or in parts."""
 
 from __future__ import annotations
 
@@ -62,7 +62,28 @@ class Items:
     """A list whose elements are rows. Every replica holds the elements of its rows."""
 
 
-Placement = Replicate | Shard | Partial | Own | Vacant | Items
+@dataclass(frozen=True)
+class Parts:
+    """Every replica holds equally many consecutive elements, as a vector. In replica order, with the padding, they are the tensor.
+
+    Attributes:
+        width: Number of elements of a part.
+        replicas: Number of parts.
+        elements: Number of elements that are not padding.
+        is_read: Whether it is the value of a variable, which each operation gathers for itself shortly before.
+        shape: For the handle of a variable: the shape of its value.
+        part_shape: For the handle of a variable: the shape of a part.
+    """
+
+    width: int
+    replicas: int
+    elements: int
+    is_read: bool = False
+    shape: tuple[int, ...] = ()
+    part_shape: tuple[int, ...] = ()
+
+
+Placement = Replicate | Shard | Partial | Own | Vacant | Items | Parts
 """A list has the placement of its elements, unless the elements are rows."""
 
 REPLICATE, PARTIAL, OWN, VACANT, ITEMS = Replicate(), Partial(), Own(), Vacant(), Items()

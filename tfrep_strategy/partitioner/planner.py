@@ -17,16 +17,16 @@ import tensorflow as tf
 from tfrep_strategy.core.tf import add_function, operation_definition
 from tfrep_strategy.partitioner import marks
 from tfrep_strategy.partitioner import sizes as by_value
-from tfrep_strategy.partitioner.placements import REPLICATE, Items, Own, Placement, Replicate, Rows, Shard
-from tfrep_strategy.partitioner.program import Program, Tensor
+from tfrep_strategy.partitioner.placements import REPLICATE, Items, Own, Parts, Placement, Replicate, Rows, Shard
+from tfrep_strategy.partitioner.program import Gathered, Program, Tensor
 from tfrep_strategy.partitioner.values import OwnRows, Value, Values
 
 Rule = Callable[["Planner", Any], None]
 RULES: dict[str, Rule] = {}
 
 
-MARKED, OF_OWN = "(marked)", "(of own values)"
-"""Keys of the rules for operations with a mark, and for operations on values that differ between replicas."""
+MARKED, OF_OWN, OF_PARTS = "(marked)", "(of own values)", "(of parts)"
+"""Keys of the rules for operations with a mark, on values that differ between replicas, and on tensors in parts."""
 
 
 def rule(*types: str) -> Callable[[Rule], Rule]:
@@ -100,6 +100,8 @@ class Planner(Values):
         """Sets the value of a tensor of the traced graph."""
         if local.shape.rank is None and tensor.dtype != tf.variant:
             shape = tensor.shape
+            if isinstance(placement, Parts) and tensor.dtype != tf.resource:
+                shape = tf.TensorShape([placement.width])
             if isinstance(placement, Shard) and shape.rank is not None:
                 shape = tf.TensorShape([None if i == placement.axis else d for i, d in enumerate(shape)])
             local.shape = shape
@@ -233,6 +235,20 @@ class Planner(Values):
         """Plans an operation whose inputs are planned."""
         if operation.type in ("Placeholder", "PlaceholderWithDefault") and operation.outputs[0].name in self.values:
             return
+        if operation.type not in _TAKE_PARTS and any(isinstance(self.placement(x), Parts) for x in operation.inputs):
+            RULES[OF_PARTS](self, operation)
+        else:
+            self.plan_by_rule(operation)
+        if operation.type in LEADING:
+            self._cut_rows(operation)
+        if operation.type not in _SIZED_BY_RULE:
+            known = [self.sizes.get(x.name) for x in operation.inputs]
+            for tensor, value in zip(operation.outputs, by_value.computed(operation, known), strict=True):
+                if value is not None:
+                    self.sizes[tensor.name] = value
+
+    def plan_by_rule(self, operation: Any) -> None:
+        """Plans an operation by the rule of its type, or of its mark."""
         found = RULES.get(operation.type)
         if marks.mark_of(operation) is not None:
             found = RULES[MARKED]
@@ -243,13 +259,42 @@ class Planner(Values):
             self.replicate(operation)
         else:
             found(self, operation)
-        if operation.type in LEADING:
-            self._cut_rows(operation)
-        if operation.type not in _SIZED_BY_RULE:
-            known = [self.sizes.get(x.name) for x in operation.inputs]
-            for tensor, value in zip(operation.outputs, by_value.computed(operation, known), strict=True):
-                if value is not None:
-                    self.sizes[tensor.name] = value
+
+    def plan_with_whole(self, operation: Any) -> None:
+        """Plans an operation on the whole of tensors that replicas hold in parts.
+
+        The value of a variable is gathered for one operation, or for several in a row: when the operation before the last one
+        that needed such a value has run. So about two of them are in memory.
+        """
+        parts = {x.name: x for x in operation.inputs if isinstance(self.placement(x), Parts) and x.dtype != tf.resource}
+        kept = {name: self.values[name] for name in parts}
+        new = []
+        for name, x in parts.items():
+            placement, after = kept[name].placement, ()
+            if isinstance(placement, Parts) and placement.is_read:
+                new.append(self._gathered_now(kept[name].local, len(new)))
+                after = new[-1].after
+            self.values[name] = Value(REPLICATE, self.gathered(x, after))
+        self.plan_by_rule(operation)
+        self.values.update(kept)
+        results = [self.local(x) for x in operation.outputs if x.dtype not in (tf.resource, tf.variant)]
+        for each in new:
+            each.done = results[0] if results else each.done
+
+    def _gathered_now(self, part: Tensor, beside: int) -> Gathered:
+        """Returns the record of a gathered variable, a new one unless it was gathered just before.
+
+        Args:
+            part: The replica's part.
+            beside: The number of variables that are gathered for the same operation, before this one.
+        """
+        earlier = self.program.gathered
+        for each in earlier[-2:]:
+            if each.part is part:
+                return each
+        before = [each.done for each in earlier[: len(earlier) - beside][:-1] if each.done is not None]
+        earlier.append(Gathered(part, tuple(before[-1:])))
+        return earlier[-1]
 
     def _cut_rows(self, operation: Any) -> None:
         """Gives each replica its rows of a whole result that has the rows of the batch, such as ragged rows made dense."""
@@ -369,6 +414,8 @@ _EVERYTHING_ELSE = Tensor(None, "effects", tf.resource)
 _WITHOUT_EFFECTS = frozenset({
     "VarHandleOp", "VarIsInitializedOp", "RandomUniform", "RandomStandardNormal", "TruncatedNormal", "RandomUniformInt",
 })  # fmt: skip
+_TAKE_PARTS = frozenset({"IdentityN", "PartitionedCall", "StatefulPartitionedCall"})
+"""Operations whose rules handle tensors in parts."""
 _TAKE_OWN = frozenset({
     "AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp", "Case", "IdentityN", "If", "PartitionedCall",
     "ReadVariableOp", "StatefulPartitionedCall", "StatelessCase", "StatelessIf", "VariableShape",

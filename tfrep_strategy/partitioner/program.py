@@ -9,6 +9,7 @@ alone, such as its copy of a variable, would drift apart. They are made equal wh
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -144,7 +145,7 @@ class Collective:
             rows go to one replica each; `"first"`: the value of replica 0 of the run; `"shared"`: the value of the first replica of
             the process; `"call"`: a function that communicates by itself. `"gradient"` is a sum and `"slices"` a gather that travel
             as gradients do.
-        inputs: The tensor that a replica sends.
+        inputs: The tensor that a replica sends, and tensors that are computed before; for a call, all its arguments.
         outputs: The tensor that each replica gets.
         function: The called function.
     """
@@ -162,6 +163,21 @@ class Collective:
         self.outputs[0].varies = kind == "shared" and sent[0].varies
 
 
+@dataclasses.dataclass
+class Gathered:
+    """A value of a sharded variable that was gathered for an operation.
+
+    Attributes:
+        part: The replica's part.
+        after: The tensors that are computed before it is gathered.
+        done: A result of the operation; None if it has none.
+    """
+
+    part: Tensor
+    after: tuple[Tensor, ...]
+    done: Tensor | None = None
+
+
 class Program:
     """The program of one replica, while it is being made.
 
@@ -170,6 +186,7 @@ class Program:
         nodes: Nodes and collectives, in an order in which they can run.
         results: The results.
         inputs: For a body: the arguments that it gets.
+        gathered: The values of sharded variables that were gathered for operations, in the order of these.
     """
 
     _names = itertools.count()
@@ -179,6 +196,7 @@ class Program:
         self.nodes: list[Any] = []
         self.results: list[Tensor] = []
         self.inputs: list[Tensor] | None = None
+        self.gathered: list[Gathered] = []
         self._made: dict[Any, list[Tensor]] = {}
 
     @property
@@ -288,8 +306,14 @@ class Program:
             for output in node.outputs:
                 output.level += later
 
-    def send(self, kind: str, tensor: Tensor, axis: int = 0) -> Tensor:
+    def send(self, kind: str, tensor: Tensor, axis: int = 0, after: Sequence[Tensor] = ()) -> Tensor:
         """Adds a collective. Equal collectives are added once.
+
+        Args:
+            kind: See `Collective`.
+            tensor: What a replica sends.
+            axis: See `Collective`.
+            after: Tensors that are computed before it begins.
 
         Raises:
             CannotPartitionError: A tensor to be gathered has an unknown rank.
@@ -297,9 +321,9 @@ class Program:
         if kind == "gather" and tensor.shape.rank is None:
             hint = "give it a shape with tf.ensure_shape."
             raise CannotPartitionError(message("Rows of an unknown number of dimensions cannot be sent.", hint, tensor=tensor.name))
-        key = ("send", kind, tensor.name, axis)
+        key = ("send", kind, tensor.name, axis, *(x.name for x in after))
         if key not in self._made:
-            collective = Collective(kind, [tensor], f"received_{next(self._names)}", axis)
+            collective = Collective(kind, [tensor, *after], f"received_{next(self._names)}", axis)
             self.nodes.append(collective)
             self._made[key] = collective.outputs
         return self._made[key][0]

@@ -286,11 +286,11 @@ class PartitionedStep:
         rounds: dict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)
         for each in self.nodes:
             if isinstance(each, Collective) and each.kind != "shared":
-                for x in each.inputs:
+                for x in each.inputs if each.kind == "call" else each.inputs[:1]:
                     rounds[each.level][f"{each.kind} of {_size(x)}"] += 1
             elif isinstance(each, Node) and each.talks:
                 rounds[each.level][f"{each.type} that sends while it runs"] += 1
-        kinds = {"Shard": "in rows", "Partial": "sums", "Replicate": "whole", "Own": "a replica's own"}
+        kinds = {"Shard": "in rows", "Partial": "sums", "Replicate": "whole", "Own": "a replica's own", "Parts": "in parts"}
         placed = ", ".join(f"{self._placed[kind]} {told}" for kind, told in kinds.items() if self._placed[kind])
         lines = [f"Tensors: {placed}."]
         if self._beside:

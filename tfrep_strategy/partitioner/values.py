@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -15,6 +16,7 @@ from tfrep_strategy.partitioner.placements import (
     Items,
     Own,
     Partial,
+    Parts,
     Placement,
     Replicate,
     Rows,
@@ -195,11 +197,45 @@ class Values:
                     operation=tensor.name,
                 )
             )
+        if isinstance(value.placement, Parts):
+            return self.gathered(tensor)
         if tensor.name not in self.whole:
             self.whole[tensor.name] = self._whole(tensor, value, sum_as)
         if isinstance(value.placement, Partial):  # The addends are not needed any more.
             self.values[tensor.name] = dataclasses.replace(value, placement=REPLICATE, local=self.whole[tensor.name])
         return self.whole[tensor.name]
+
+    def gathered(self, tensor: Any, after: Sequence[Tensor] = ()) -> Tensor:
+        """Returns the whole of a tensor that replicas hold in parts. It is gathered after some tensors are computed."""
+        value, add, constant = self.value(tensor), self.program.add, self.program.constant
+        parts = value.placement
+        assert isinstance(parts, Parts)
+        rows = self.program.send("equal rows", value.local, after=after)
+        rows.shape = tf.TensorShape([parts.replicas, parts.width])
+        flat = add("Reshape", rows, constant([-1]))
+        if parts.elements < parts.replicas * parts.width:
+            flat = add("Slice", flat, constant([0]), constant([parts.elements]))
+        missing = tensor.shape.num_elements() - parts.elements
+        if missing:
+            flat = add("PadV2", flat, constant([[0, missing]]), constant(0, value.local.dtype))
+        whole: Tensor = add("Reshape", flat, constant(tensor.shape.as_list(), tf.int32))
+        whole.shape = tensor.shape
+        return whole
+
+    def part(self, tensor: Any, parts: Parts) -> Tensor:
+        """Returns the replica's part of a tensor, as a vector."""
+        own = self.placement(tensor)
+        if isinstance(own, Parts) and (own.width, own.replicas) == (parts.width, parts.replicas):
+            return self.local(tensor)
+        add, constant, whole = self.program.add, self.program.constant, self.replicated(tensor)
+        flat = add("Reshape", whole, constant([-1]))
+        missing = parts.replicas * parts.width - parts.elements
+        if missing:
+            flat = add("PadV2", flat, constant([[0, missing]]), constant(0, whole.dtype))
+        rows = add("Reshape", flat, constant([parts.replicas, parts.width]))
+        part: Tensor = add("GatherV2", rows, self.rows.replica, constant(0))
+        part.shape = tf.TensorShape([parts.width])
+        return part
 
     def agreed(self, tensor: Any, sum_as: str = "sum") -> Tensor:
         """Returns the whole of a tensor, with the same bits on all ranks: replica 0's if ranks may have computed different ones.

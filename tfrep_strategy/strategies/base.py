@@ -42,8 +42,8 @@ GradientAggregator = Callable[[list[Any], Communicator], list[Any]]
 class SynchronousStrategy(HasOneReplica, ShowsNewNames, tf.distribute.Strategy):
     """Base of the strategies whose replicas train in step. Use one of its subclasses.
 
-    The settings below are arguments of its constructor, and attributes. All but `shard_optimizer_state` and `batch_statistics` can
-    be set before the next step. Methods for Keras and for the rest of this package are on `extended`.
+    The settings below are arguments of its constructor, and attributes. All but `shard_optimizer_state`, `shard_weights`,
+    `shard_weights_min_bytes` and `batch_statistics` can be set before the next step. Methods for Keras and for the rest of this package are on `extended`.
 
     Attributes:
         bucket_bytes: Gradients are sent in buckets of about this many bytes.
@@ -58,6 +58,8 @@ class SynchronousStrategy(HasOneReplica, ShowsNewNames, tf.distribute.Strategy):
             `lambda gradients, communicator: communicator.all_reduce(gradients, "sum")`.
         check_sync_every: Number of steps of `fit` between two calls of `assert_in_sync(model)`; None for no checks.
         shard_optimizer_state: Whether each replica keeps its part of the optimizer's slots only (ZeRO-1).
+        shard_weights: Whether each replica keeps its part of the weights only, too (ZeRO-3, FSDP).
+        shard_weights_min_bytes: Smaller weights stay whole.
         batch_statistics: `"global"`: `BatchNormalization` takes mean and variance of the global batch, as one device does.
             `"replica"`: each replica takes those of its rows.
         allow_plain_models: Whether models that were made outside the scope may train, each process for itself.
@@ -74,6 +76,8 @@ class SynchronousStrategy(HasOneReplica, ShowsNewNames, tf.distribute.Strategy):
     gradient_aggregator = CheckedSetting(or_none(function))
     check_sync_every = CheckedSetting(or_none(positive("steps")))
     shard_optimizer_state = CheckedSetting(flag, fixed=True, at_first=True)
+    shard_weights = CheckedSetting(flag, fixed=True, at_first=True)
+    shard_weights_min_bytes = CheckedSetting(positive("bytes"), fixed=True, at_first=True)
     batch_statistics = CheckedSetting(one_of("global", "replica"), fixed=True, at_first=True)
     allow_plain_models = CheckedSetting(flag)
     partition_functions = CheckedSetting(flag)
@@ -88,6 +92,15 @@ class SynchronousStrategy(HasOneReplica, ShowsNewNames, tf.distribute.Strategy):
         refuse_graph_mode()
         for name, value in settings.items():
             setattr(self, name, value)
+        if self.shard_weights and not self.shard_optimizer_state:
+            raise ConfigurationError(
+                message(
+                    "Weights are sharded together with the optimizer's state.",
+                    hint="set shard_optimizer_state=True, too.",
+                    shard_weights=self.shard_weights,
+                    shard_optimizer_state=self.shard_optimizer_state,
+                )
+            )
 
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs `fn` on every replica; see `tf.distribute.Strategy.run`.

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfrep_strategy.cluster.devices import warn_of_sparse_gradients
 from tfrep_strategy.communicators import Communicator, gradients
-from tfrep_strategy.communicators.sharding import Cut
+from tfrep_strategy.communicators.sharding import Cut, Even
 from tfrep_strategy.communicators.wire import compressed_gather, compressed_sum, gather_rows
 from tfrep_strategy.core.scoped import Setting
 from tfrep_strategy.core.step import KnownRows, Shards
@@ -30,7 +30,7 @@ from tfrep_strategy.partitioner.between_replicas import Gradients
 from tfrep_strategy.partitioner.emitter import Transport
 from tfrep_strategy.strategies.partitioned_steps import PartitionedSteps
 from tfrep_strategy.strategies.settings import functions
-from tfrep_strategy.strategies.variables import PartVariable, ReplicaVariable, StepsSinceMerge, with_our_class
+from tfrep_strategy.strategies.variables import PartVariable, ReplicaVariable, ShardedWeight, StepsSinceMerge, with_our_class
 
 
 def gathered(value: Any, communicator: Communicator) -> Any:
@@ -160,11 +160,37 @@ class SynchronousExtended(NoticesKeras2):
         with tf.init_scope() if lift else contextlib.nullcontext():
             if cut is not None:
                 return PartVariable.made(self, next_creator, cut, **kwargs)
+            if self._may_be_sharded(**kwargs):
+                initial = kwargs["initial_value"]
+                value = tf.convert_to_tensor(initial() if callable(initial) else initial, kwargs.get("dtype"))
+                kwargs["initial_value"] = lambda: value
+                if self._is_sharded(value):
+                    cut = Even(value.shape, self._num_replicas_in_sync)
+                    kwargs["initial_value"] = self.initial_on_all(value)
+                    return ShardedWeight.made(self, next_creator, cut, **kwargs)
             variable = super()._create_variable(next_creator, **dict(kwargs))
             variable = with_our_class(self._contain(variable, **kwargs))
             if isinstance(variable, ReplicaVariable):
                 variable.spread_initial_value()
             return variable
+
+    def _may_be_sharded(self, **kwargs: Any) -> bool:
+        """Returns whether a new variable is a weight that may be kept in parts, if it is large."""
+        strategy = self.strategy
+        if not strategy.shard_weights or self._num_replicas_in_sync == 1 or self._acts_alone:
+            return False
+        how = kwargs.get("synchronization") or tf.VariableSynchronization.AUTO
+        is_weight = kwargs.get("trainable") in (None, True) and how == tf.VariableSynchronization.AUTO
+        return is_weight and kwargs.get("initial_value") is not None and kwargs.get("shape") is None
+
+    def _is_sharded(self, value: tf.Tensor) -> bool:
+        """Returns whether a weight of this value is kept in parts."""
+        size = (value.shape.num_elements() or 0) * value.dtype.size
+        return value.dtype.is_floating and size >= max(1, self.strategy.shard_weights_min_bytes)
+
+    def initial_on_all(self, value: tf.Tensor) -> tf.Tensor:
+        """Returns rank 0's initial value of a weight that is kept in parts. All processes make it."""
+        return value
 
     def _contain(self, variable: Any, **kwargs: Any) -> Any:
         """Wraps a variable in a container of copies, unless TensorFlow's class has done so."""

@@ -108,6 +108,9 @@ class MirroredStrategy(SynchronousStrategy):
         check_sync_every: Number of steps of `fit` between two checks that all replicas hold the same values.
         shard_optimizer_state: Whether each replica keeps its part of the optimizer's slots only, and updates its part of the
             weights (ZeRO-1). The answer and the files are the same.
+        shard_weights: Whether each replica keeps its part of the weights only, too, and gathers them where a layer reads them
+            (ZeRO-3, FSDP). It needs `shard_optimizer_state`.
+        shard_weights_min_bytes: Weights of fewer bytes stay whole.
         batch_statistics: `"global"`: `BatchNormalization` takes the mean and the variance of the global batch, as one device does.
             `"replica"`: each replica takes those of its rows, without waiting for the others. The answer then depends on the number
             of replicas; see docs/speed.md.
@@ -115,8 +118,8 @@ class MirroredStrategy(SynchronousStrategy):
         partition_functions: Whether replicas share the work of your own `tf.function`s as if `tfrep.partition` wrapped them. Such a
             function is called in the scope, gets or draws rows, and writes variables.
 
-    Every argument is an attribute, too. Those that name devices, `devices_per_replica`, `shard_optimizer_state` and
-    `batch_statistics` are fixed; the others can be set before the next step.
+    Every argument is an attribute, too. Those that name devices, `devices_per_replica`, `shard_optimizer_state`,
+    `shard_weights`, `shard_weights_min_bytes` and `batch_statistics` are fixed; the others can be set before the next step.
 
     Raises:
         ConfigurationError: A device does not exist or is named twice, or a setting cannot be used.
@@ -140,6 +143,8 @@ class MirroredStrategy(SynchronousStrategy):
         gradient_aggregator: GradientAggregator | None = None,
         check_sync_every: int | None = None,
         shard_optimizer_state: bool = False,
+        shard_weights: bool = False,
+        shard_weights_min_bytes: int = 64 << 10,
         batch_statistics: str = "global",
         allow_plain_models: bool = False,
         partition_functions: bool = True,
@@ -153,6 +158,8 @@ class MirroredStrategy(SynchronousStrategy):
             gradient_aggregator=gradient_aggregator,
             check_sync_every=check_sync_every,
             shard_optimizer_state=shard_optimizer_state,
+            shard_weights=shard_weights,
+            shard_weights_min_bytes=shard_weights_min_bytes,
             batch_statistics=batch_statistics,
             allow_plain_models=allow_plain_models,
             partition_functions=partition_functions,

@@ -46,6 +46,9 @@ class MultiWorkerStrategy(SynchronousStrategy):
         check_sync_every: Number of steps of `fit` between two checks that all ranks hold the same values.
         shard_optimizer_state: Whether each replica keeps its part of the optimizer's slots only, and updates its part of the
             weights (ZeRO-1). The answer and the files are the same.
+        shard_weights: Whether each replica keeps its part of the weights only, too, and gathers them where a layer reads them
+            (ZeRO-3, FSDP). It needs `shard_optimizer_state`.
+        shard_weights_min_bytes: Weights of fewer bytes stay whole.
         batch_statistics: `"global"`: `BatchNormalization` takes the mean and the variance of the global batch, as one device does.
             `"replica"`: each replica takes those of its rows, without waiting for the others. The answer then depends on the number
             of replicas; see docs/speed.md.
@@ -60,8 +63,8 @@ class MultiWorkerStrategy(SynchronousStrategy):
             `batch_size / size` examples on each rank. An epoch lasts until the last rank has read its data. `predict`
             returns to each rank the predictions for its own rows.
 
-    Every argument is an attribute, too. `communicator` (the object), `device`, `shard_optimizer_state` and `batch_statistics` are
-    fixed. The others can be set before the next step, and `rank_data` before the next `fit` or `predict`.
+    Every argument is an attribute, too. `communicator` (the object), `device`, `shard_optimizer_state`, `shard_weights`,
+    `shard_weights_min_bytes` and `batch_statistics` are fixed. The others can be set before the next step, and `rank_data` before the next `fit` or `predict`.
 
     Raises:
         ConfigurationError: The communicator or another setting is unknown, the communicator connects other processes than the
@@ -86,6 +89,8 @@ class MultiWorkerStrategy(SynchronousStrategy):
         gradient_aggregator: GradientAggregator | None = None,
         check_sync_every: int | None = None,
         shard_optimizer_state: bool = False,
+        shard_weights: bool = False,
+        shard_weights_min_bytes: int = 64 << 10,
         batch_statistics: str = "global",
         allow_plain_models: bool = False,
         partition_functions: bool = True,
@@ -97,6 +102,8 @@ class MultiWorkerStrategy(SynchronousStrategy):
             gradient_aggregator=gradient_aggregator,
             check_sync_every=check_sync_every,
             shard_optimizer_state=shard_optimizer_state,
+            shard_weights=shard_weights,
+            shard_weights_min_bytes=shard_weights_min_bytes,
             batch_statistics=batch_statistics,
             allow_plain_models=allow_plain_models,
             partition_functions=partition_functions,

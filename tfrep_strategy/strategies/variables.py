@@ -25,6 +25,7 @@ from tfrep_strategy.core.tf import (
     sync_on_read_context,
 )
 from tfrep_strategy.errors import ConfigurationError, message
+from tfrep_strategy.partitioner.placements import Parts
 
 _REDUCED = (tf.VariableAggregation.SUM, tf.VariableAggregation.MEAN)
 _creation_order = itertools.count()
@@ -279,9 +280,11 @@ class PartVariable(ReplicaVariable):
         kwargs["shape"] = None
         kwargs.pop("colocate_with", None)
         parts = []
+        whole = None
         for replica, device in enumerate(extended.worker_devices, start=extended.first_local_replica):
             with tf.device(device):
-                whole = tf.convert_to_tensor(initial() if callable(initial) else initial, kwargs.get("dtype"))
+                if whole is None:
+                    whole = tf.convert_to_tensor(initial() if callable(initial) else initial, kwargs.get("dtype"))
                 parts.append(creator(initial_value=cut.part(whole, replica), **kwargs))
         return cls(extended.strategy, parts, tf.VariableAggregation.NONE, cut=cut)
 
@@ -398,7 +401,7 @@ class PartVariable(ReplicaVariable):
             if self.held is None:
                 raise ConfigurationError(
                     message(
-                        "A process alone cannot read optimizer state that is sharded.",
+                        "A process alone cannot read a variable that is sharded.",
                         hint="read it where all processes do.",
                         variable=self.name,
                     )
@@ -413,6 +416,89 @@ class PartVariable(ReplicaVariable):
         result = super().__deepcopy__(memo)
         result.cut = copy.copy(self.cut)
         return result
+
+
+class ShardedWeight(PartVariable):
+    """A weight of which each replica holds its part. A program reads and assigns the whole.
+
+    In the trace of a one-device step it has its whole shape, and the partitioned step gathers it where an operation reads it.
+    Outside replicas it is gathered, as each `PartVariable`. A replica that runs a step of its own cannot read it.
+    """
+
+    def __init__(self, strategy: Any, values: Any, aggregation: Any, var_policy: Any = None, cut: Cut | None = None) -> None:
+        super().__init__(strategy, values, aggregation, var_policy, cut)
+        self._whole: Any = None
+        """The whole value, while a one-device step runs eagerly."""
+
+    @property
+    def placement(self) -> Parts:
+        """How a partitioned step has its value."""
+        width = self.cut.part_shape.num_elements()
+        shape, part_shape = tuple(self.shape.as_list()), tuple(self.cut.part_shape.as_list())
+        return Parts(width, self.cut.size, self.shape.num_elements(), True, shape, part_shape)
+
+    @property
+    def trainable(self) -> bool:
+        return True
+
+    @property
+    def _unique_id(self) -> Any:
+        return self.values[0]._unique_id
+
+    @property
+    def handle(self) -> Any:
+        """The handle by which a tape finds its gradient, in the trace of a step or in an eager one."""
+        if not self._distribute_strategy._is_one_replica:
+            raise ConfigurationError(
+                message(
+                    "The gradient of a sharded weight is wanted outside a step that replicas share.",
+                    hint="compute it in a @tf.function that trains and is called in the scope, or leave out shard_weights.",
+                    variable=self.name,
+                )
+            )
+        return self._primary.handle
+
+    @property
+    def _primary(self) -> Any:
+        if not self._distribute_strategy._is_one_replica:
+            return self.values[0]
+        if tf.executing_eagerly():
+            if self._whole is None:
+                self._whole = ResourceVariable(super()._get_cross_replica())
+            return self._whole
+        if self.stand_in is None:
+            with tf.init_scope():
+                self.stand_in = UninitializedVariable(trainable=True, shape=self.shape, dtype=self.values[0].dtype)
+            self.stand_in._distributed_container = weakref.ref(self)
+        return self.stand_in
+
+    def end_eager_step(self) -> None:
+        """Takes the own part of the value that an eager step has left."""
+        if self._whole is not None:
+            whole, self._whole = self._whole, None
+            self._assign_to_all(whole.read_value())
+
+    def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
+        if self._runs_as_one:
+            return self._primary.assign(value)
+        return super().assign(value, use_locking, name, read_value)
+
+    def _get_cross_replica(self) -> Any:
+        return self._primary.value() if self._runs_as_one else super()._get_cross_replica()
+
+    def _get_replica(self, replica_id: int) -> Any:
+        return self._get_on_device_or_primary()
+
+    def _get_on_device_or_primary(self) -> Any:
+        if self._distribute_strategy._is_one_replica:
+            return self._primary
+        raise ConfigurationError(
+            message(
+                "A replica that runs a step of its own cannot read or assign a weight that is sharded.",
+                hint="train with fit or a @tf.function that is called in the scope, not with strategy.run; or leave out shard_weights.",
+                variable=self.name,
+            )
+        )
 
 
 def _outside_replicas() -> bool:

@@ -10,6 +10,7 @@ from tfrep_strategy.partitioner.rules import (
     images,  # noqa: F401
     indexing,  # noqa: F401
     lists,  # noqa: F401
+    parts,  # noqa: F401
     reducing,  # noqa: F401
     shapes,  # noqa: F401
 )

@@ -9,12 +9,14 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfrep_strategy.errors import CannotPartitionError, message
 from tfrep_strategy.partitioner.placements import (
     OWN,
     REPLICATE,
     Items,
     Own,
     Partial,
+    Parts,
     Placement,
     Replicate,
     Rows,
@@ -194,6 +196,9 @@ def branches(plan: Planner, operation: Any) -> None:
 
 def _before_each_takes_its_own(plan: Planner, given: Sequence[Any]) -> tuple[list[Entry], list[Tensor]]:
     """Replicates all inputs before each replica takes its own branch, which cannot have collectives."""
+    if any(isinstance(plan.placement(x), Parts) for x in given):
+        hint = "read it before the branch, or leave out shard_weights."
+        raise CannotPartitionError(message("Each replica takes its own branch, and one of them reads a sharded weight.", hint))
     locals_ = [plan.local(x) if isinstance(plan.placement(x), Own) or x.dtype == tf.resource else plan.replicated(x) for x in given]
     return [dataclasses.replace(entry(plan, x), placement=OWN) for x in given], locals_
 

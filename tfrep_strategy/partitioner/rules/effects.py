@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfrep_strategy.core.tf import operation_definition
 from tfrep_strategy.errors import CannotPartitionError, message
 from tfrep_strategy.partitioner import marks
-from tfrep_strategy.partitioner.placements import OWN, PARTIAL, REPLICATE, Own, Partial, Rows, Shard
+from tfrep_strategy.partitioner.placements import OWN, PARTIAL, REPLICATE, Own, Partial, Parts, Rows, Shard
 from tfrep_strategy.partitioner.planner import MARKED, OF_OWN, Planner, always, rule
 
 
@@ -20,19 +20,26 @@ def read(plan: Planner, operation: Any) -> None:
     """Reads a variable once between two writes."""
     (handle,) = operation.inputs
     value = plan.value(handle)
-    before = plan.last_read(value.local, operation.outputs[0].dtype)
-    if before is None:
+    local = plan.last_read(value.local, operation.outputs[0].dtype)
+    if local is None:
         plan.emit(operation, [value.local], value.placement)
         local = plan.local(operation.outputs[0])
         plan.access(value.local, local.node, writes=False)
-    else:
-        plan.put(operation.outputs[0], value.placement, before)
+    if isinstance(value.placement, Parts):
+        local.shape = tf.TensorShape(value.placement.part_shape)
+        local = plan.program.add("Reshape", local, plan.program.constant([value.placement.width]))
+    plan.put(operation.outputs[0], value.placement, local)
 
 
 @rule("VariableShape")
 @always
 def shape_of_variable(plan: Planner, operation: Any) -> None:
     """Returns the shape of a variable, which all its copies share."""
+    placement = plan.placement(operation.inputs[0])
+    if isinstance(placement, Parts):
+        (result,) = operation.outputs
+        plan.put(result, REPLICATE, plan.program.constant(placement.shape, result.dtype))
+        return
     plan.emit(operation, plan.locals(operation), REPLICATE)
 
 
@@ -44,6 +51,9 @@ def write(plan: Planner, operation: Any) -> None:
     value = plan.value(handle)
     if isinstance(value.placement, Partial):
         local = plan.partial(new)
+    elif isinstance(value.placement, Parts):
+        own_shape = plan.program.constant(value.placement.part_shape, tf.int32)
+        local = plan.program.add("Reshape", plan.part(new, value.placement), own_shape)
     elif isinstance(plan.placement(new), Own) and not (value.is_shared and plan.local_replicas > 1):
         local = plan.local(new)
     else:
@@ -129,7 +139,10 @@ def replica(plan: Planner, operation: Any) -> None:
 def own_row(plan: Planner, operation: Any) -> None:
     """Gives each replica its row of a sum."""
     rows, _, axis = operation.inputs
-    if isinstance(plan.placement(rows), Partial) and rows.name not in plan.whole:
+    placement = plan.placement(rows)
+    if isinstance(placement, Parts) and rows.shape == (placement.replicas, placement.width):
+        own = plan.local(rows)
+    elif isinstance(placement, Partial) and rows.name not in plan.whole:
         own = plan.program.send("scatter", plan.local(rows))
     else:
         own = plan.program.add("GatherV2", plan.replicated(rows), plan.rows.replica, plan.replicated(axis))
@@ -138,13 +151,14 @@ def own_row(plan: Planner, operation: Any) -> None:
 
 @_for(marks.ALL_ROWS)
 def all_rows(plan: Planner, operation: Any) -> None:
-    """Gathers the rows of all replicas."""
+    """Takes the rows of all replicas as parts of one tensor."""
     row, shape = operation.inputs
     if not isinstance(plan.placement(row), Own):
         plan.emit(operation, [plan.replicated(row), plan.replicated(shape)], REPLICATE)
         return
-    whole = plan.program.send("equal rows", plan.local(row))
-    plan.put(operation.outputs[0], REPLICATE, whole)
+    (rows,) = operation.outputs
+    replicas, width = rows.shape
+    plan.put(rows, Parts(width, replicas, replicas * width), plan.local(row))
 
 
 @_for(marks.ADDEND)
