@@ -99,6 +99,35 @@ class Even(Cut):
         return self.joined([communicator.all_gather_equal(part)])
 
 
+class Along(Cut):
+    """Equal parts along an axis.
+
+    Args:
+        shape: The shape of the tensor.
+        size: The number of replicas, which divides the axis.
+        axis: The axis.
+
+    Example:
+        >>> [Along([1, 4], 2, axis=1).part(tf.constant([[1, 2, 3, 4]]), rank).numpy().tolist() for rank in range(2)]
+        [[[1, 2]], [[3, 4]]]
+    """
+
+    def __init__(self, shape: Any, size: int, axis: int) -> None:
+        super().__init__(shape, size)
+        self.axis, self.width = axis, self.shape[axis] // size
+        self.part_shape = tf.TensorShape([self.width if i == axis else d for i, d in enumerate(self.shape)])
+
+    def part(self, whole: Any, rank: int) -> Any:
+        begin = [rank * self.width if i == self.axis else 0 for i in range(len(self.shape))]
+        return tf.slice(tf.convert_to_tensor(whole), begin, self.part_shape)
+
+    def joined(self, parts: Sequence[tf.Tensor]) -> tf.Tensor:
+        return tf.concat(list(parts), self.axis)
+
+    def gathered(self, part: tf.Tensor, communicator: Communicator) -> tf.Tensor:
+        return self.joined(tf.unstack(communicator.all_gather_equal(part[tf.newaxis]), self.size))
+
+
 class Owned(Cut):
     """One replica holds the whole tensor, and the others hold nothing.
 

@@ -9,11 +9,13 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from keras import distribution
 
 from tfrep_strategy.cluster.environments import detect_environment
 from tfrep_strategy.cluster.environments.keras_distribution import ADDRESSES, RANK, SIZE, KerasDistributionEnvironment
+from tfrep_strategy.communicators.sharding import Along
 from tfrep_strategy.errors import ConfigurationError, TfrepError, message
 from tfrep_strategy.keras_integration.finding import driver_of
 
@@ -99,14 +101,6 @@ def enter(set_distribution: Any, value: Any) -> None:
         ConfigurationError: The mesh has another number of devices than the strategy in scope has replicas.
     """
     global _entered
-    if value is not None and not isinstance(value, distribution.DataParallel):
-        raise ConfigurationError(
-            message(
-                "The weights of a layout map cannot be sharded.",
-                hint="use keras.distribution.DataParallel; shard_optimizer_state=True of a strategy shards what is largest.",
-                distribution=type(value).__name__,
-            )
-        )
     if _entered is not None:
         tf.distribute.experimental_set_strategy(None)
         _entered = None
@@ -126,7 +120,62 @@ def enter(set_distribution: Any, value: Any) -> None:
                     replicas=strategy.num_replicas_in_sync,
                 )
             )
-        if not tf.distribute.has_strategy() and strategy.num_replicas_in_sync > 1:
-            tf.distribute.experimental_set_strategy(strategy)
-            _entered = strategy
+        if strategy.num_replicas_in_sync > 1:
+            _check_splits(value, strategy)
+            if not tf.distribute.has_strategy():
+                tf.distribute.experimental_set_strategy(strategy)
+                _entered = strategy
     set_distribution(value)
+
+
+def _check_splits(value: Any, strategy: Any) -> None:
+    """Notes whether replicas share the rows of a batch, or the weights alone."""
+    mesh = value.device_mesh
+    rows = mesh.shape[list(mesh.axis_names).index(value.batch_dim_name)]
+    strategy.extended.takes_whole_batch = isinstance(value, distribution.ModelParallel) and rows == 1
+
+
+def cut_of_layout(variable: Any, value: Any, replicas: int) -> Along | None:
+    """Returns the part of a new variable that each replica holds by the layout of the distribution; None if each holds all of it.
+
+    Args:
+        variable: A Keras variable, which gets its layout.
+        value: Its initial value, or a function that returns it.
+        replicas: The number of replicas.
+
+    Raises:
+        ConfigurationError: The layout has another number of axes than the variable, or the replicas do not divide an axis.
+    """
+    current = distribution.distribution()
+    if not isinstance(current, distribution.ModelParallel) or replicas == 1:
+        return None
+    if not callable(value):
+        variable._shape = tuple(np.shape(value))  # Keras's layouts ask for it.
+    layout = variable._layout = current.get_variable_layout(variable)
+    axes = [axis for axis, name in enumerate(layout.axes) if name is not None]
+    if not axes:
+        return None
+    shape = tuple(variable._shape)
+    if len(layout.axes) != len(shape):
+        raise ConfigurationError(
+            message(
+                "A layout has one entry for each axis of its variable.",
+                hint="write None for an axis that is not split.",
+                variable=variable.path,
+                shape=shape,
+                layout=layout.axes,
+            )
+        )
+    found = next((axis for axis in axes if shape[axis] and shape[axis] % replicas == 0), None)
+    if found is None:
+        raise ConfigurationError(
+            message(
+                "The devices of the mesh do not divide an axis that a layout splits.",
+                hint="split another axis, change its size, or leave the variable out of the layout map.",
+                variable=variable.path,
+                shape=shape,
+                layout=layout.axes,
+                devices=replicas,
+            )
+        )
+    return Along(shape, replicas, found)

@@ -14,6 +14,11 @@ class Replicate:
     """Every replica holds the whole tensor."""
 
 
+OF_LAYOUT, WHOLE = -1, -2
+"""Kinds of rows: those along which layouts shard weights, as many as there are replicas, one for each; and those of a batch that
+each replica has whole, which name the size of an axis and shard nothing."""
+
+
 @dataclass(frozen=True)
 class Shard:
     """Every replica holds contiguous rows. Concatenated in replica order, they are the tensor.
@@ -21,8 +26,8 @@ class Shard:
     Attributes:
         axis: The axis of the rows.
         per_row: Number of elements of that axis in one row: 1, or more after axes were merged.
-        rows: The number of the kind of rows: 0 for those of the batch; others for rows that data have chosen
-            (`rules/indexing.py`), or that are sharded beside the batch (`choice.py`).
+        rows: The number of the kind of rows: 0 for those of the batch; `OF_LAYOUT` for parts of weights, one for each replica;
+            others for rows that data have chosen (`rules/indexing.py`), or that are sharded beside the batch (`choice.py`).
     """
 
     axis: int = 0

@@ -17,7 +17,7 @@ import tensorflow as tf
 from tfrep_strategy.core.tf import add_function, operation_definition
 from tfrep_strategy.partitioner import marks
 from tfrep_strategy.partitioner import sizes as by_value
-from tfrep_strategy.partitioner.placements import REPLICATE, Items, Own, Parts, Placement, Replicate, Rows, Shard
+from tfrep_strategy.partitioner.placements import OF_LAYOUT, REPLICATE, WHOLE, Items, Own, Parts, Placement, Replicate, Rows, Shard
 from tfrep_strategy.partitioner.program import Gathered, Program, Tensor
 from tfrep_strategy.partitioner.values import OwnRows, Value, Values
 
@@ -216,6 +216,12 @@ class Planner(Values):
         constant = self.program.constant
         self.beside[number] = self.put_rows(self._shared_by(constant(number), constant(replicas))).rows
 
+    def begin_layouts(self, replicas: int) -> None:
+        """Allows placements along the parts of weights: each replica has one part."""
+        constant, replica = self.program.constant, self.rows.replica
+        self.chosen[OF_LAYOUT] = OwnRows(replica, constant(1), constant(replicas), replica)
+        self.chosen[WHOLE] = OwnRows(constant(0), self.rows.total, self.rows.total, replica)
+
     def _shared_by(self, total: Tensor, replicas: Tensor) -> OwnRows:
         """Returns a replica's rows of this total: the sizes differ by at most one."""
         add, replica = self.program.add, self.rows.replica
@@ -300,7 +306,7 @@ class Planner(Values):
         """Gives each replica its rows of a whole result that has the rows of the batch, such as ragged rows made dense."""
         (result,) = operation.outputs
         size, rank = LEADING[operation.type](self, operation), result.shape.rank
-        if not isinstance(size, Rows) or not isinstance(self.placement(result), Replicate) or rank is None:
+        if not isinstance(size, Rows) or size.rows == WHOLE or not isinstance(self.placement(result), Replicate) or rank is None:
             return
         whole, shard = self.local(result), size.at(0)
         self.known_dims[result.name] = [size, *result.shape.as_list()[1:]]

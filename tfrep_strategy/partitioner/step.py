@@ -16,7 +16,7 @@ import tfrep_strategy.partitioner.rules  # noqa: F401  (registers the rules)
 from tfrep_strategy.communicators.peers.reports import user_line
 from tfrep_strategy.partitioner.choice import can_be_cut, cheapest
 from tfrep_strategy.partitioner.emitter import Emitter, Transport
-from tfrep_strategy.partitioner.placements import REPLICATE, Own, Partial, Placement, Replicate, Shard, Size
+from tfrep_strategy.partitioner.placements import OF_LAYOUT, REPLICATE, Own, Partial, Placement, Replicate, Shard, Size
 from tfrep_strategy.partitioner.planner import Planner
 from tfrep_strategy.partitioner.program import Collective, Node, Program, Tensor, every_node, live, prune, without
 from tfrep_strategy.partitioner.rules.drawing import drawn_rows
@@ -340,7 +340,9 @@ def _planned(graph: Any, given: Sequence[Given], local_replicas: int, replicas: 
         plan.begin_rows(number, replicas)
     for tensor, each, local in zip(graph.inputs, given, locals_, strict=True):
         placement = each.placement
-        if isinstance(placement, Shard):
+        if isinstance(placement, Shard) and placement.rows == OF_LAYOUT:
+            plan.begin_layouts(replicas)
+        elif isinstance(placement, Shard):
             plan.traced_rows = plan.traced_rows or tensor.shape[placement.axis]
         plan.put(tensor, placement, local)
         if each.is_whole and can_be_cut(plan, tensor) and tensor.shape[0] in plan.beside:

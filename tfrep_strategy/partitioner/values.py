@@ -13,6 +13,7 @@ from tfrep_strategy.errors import CannotPartitionError, message
 from tfrep_strategy.partitioner import sizes as by_value
 from tfrep_strategy.partitioner.placements import (
     REPLICATE,
+    WHOLE,
     Items,
     Own,
     Partial,
@@ -440,7 +441,7 @@ class Values:
         known = self.sizes_of(sizes)
         if known is None or known.ndim != 1:
             return None
-        places = [x.at(i) for i, x in enumerate(known) if isinstance(x, Rows)]
+        places = [x.at(i) for i, x in enumerate(known) if isinstance(x, Rows) and x.rows != WHOLE]
         return places[0] if len(places) == 1 else None
 
 

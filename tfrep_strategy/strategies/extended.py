@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfrep_strategy.cluster.devices import warn_of_sparse_gradients
 from tfrep_strategy.communicators import Communicator, gradients
-from tfrep_strategy.communicators.sharding import Cut, Even
+from tfrep_strategy.communicators.sharding import Along, Cut, Even
 from tfrep_strategy.communicators.wire import compressed_gather, compressed_sum, gather_rows
 from tfrep_strategy.core.scoped import Setting
 from tfrep_strategy.core.step import KnownRows, Shards
@@ -158,6 +158,11 @@ class SynchronousExtended(NoticesKeras2):
         cut = self.cut_of_new_variables.value
         lift = callable(kwargs.get("initial_value")) and not tf.executing_eagerly()
         with tf.init_scope() if lift else contextlib.nullcontext():
+            if isinstance(cut, Along):
+                value = tf.convert_to_tensor(
+                    initial() if callable(initial := kwargs["initial_value"]) else initial, kwargs.get("dtype")
+                )
+                return ShardedWeight.made(self, next_creator, cut, **kwargs | {"initial_value": self.initial_on_all(value)})
             if cut is not None:
                 return PartVariable.made(self, next_creator, cut, **kwargs)
             if self._may_be_sharded(**kwargs):
@@ -221,6 +226,9 @@ class SynchronousExtended(NoticesKeras2):
     def compiles_whole_steps(self) -> bool:
         """Whether XLA may compile a whole step: only a single replica runs no collectives."""
         return self._num_replicas_in_sync == 1
+
+    takes_whole_batch = False
+    """Whether each replica computes with all rows of a batch, and its parts of the weights."""
 
     keeps_own_rows = False
     """Whether a process keeps only its own rows of sharded results."""

@@ -32,7 +32,7 @@ from tfrep_strategy.core.tf import (
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.keras_integration.finding import driver_of_trace
 from tfrep_strategy.partitioner import marks
-from tfrep_strategy.partitioner.placements import OWN, PARTIAL, REPLICATE, Own, Parts
+from tfrep_strategy.partitioner.placements import OWN, PARTIAL, REPLICATE, Own, Parts, Shard
 from tfrep_strategy.partitioner.step import Given, PartitionedStep, line_of
 from tfrep_strategy.partitioner.values import OwnRows
 from tfrep_strategy.partitioner.verification.verified_step import Variable, Watch
@@ -325,7 +325,7 @@ class OneDeviceTrace:
         variables, resources = [], {}
         for place, captured in enumerate(self._captured, self._num_batch):
             variable, given = _variable_of(captured), _given(captured)
-            if captured.dtype != tf.resource or isinstance(given.placement, (Own, Parts)):
+            if captured.dtype != tf.resource or isinstance(given.placement, (Own, Parts, Shard)):
                 continue
             if not isinstance(variable, (tf.Variable, DistributedVariable)):  # A table, say.
                 resources[place] = captured
@@ -381,7 +381,7 @@ def _copies(captured: Any) -> list[Any]:
 def _given(captured: Any) -> Given:
     variable = _variable_of(captured)
     if isinstance(variable, ShardedWeight):
-        return Given(variable.placement)
+        return Given(variable.placement, dims=tuple(variable.shape))
     if isinstance(variable, PartVariable):
         return Given(OWN)
     is_partial = isinstance(variable, DistributedVariable) and is_sum(variable)

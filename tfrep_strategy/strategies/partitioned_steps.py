@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfrep_strategy.core.step import KnownRows, Shards, Whole
 from tfrep_strategy.data.batches import any_size, bounds, is_nothing, known_total, num_examples
 from tfrep_strategy.errors import CannotPartitionError, TfrepError, message, warn
-from tfrep_strategy.partitioner.placements import REPLICATE, Offset, Rows, Shard
+from tfrep_strategy.partitioner.placements import REPLICATE, WHOLE, Offset, Rows, Shard
 from tfrep_strategy.partitioner.planner import ON_PURPOSE
 from tfrep_strategy.partitioner.step import Given, line_of
 from tfrep_strategy.partitioner.values import OwnRows
@@ -54,8 +54,9 @@ class PartitionedSteps:
         if tf.executing_eagerly():
             return Whole(self._eagerly(fn, shards))
         has_rows = any(leaf.shape.rank for leaf in _tensors(shards.parts[0]))
-        if self._known.alike is not None or not has_rows:
-            return (self._in_rows if self._known.alike and has_rows else self._of_all)(fn, shards).whole_results()
+        is_whole = not has_rows or self._strategy.extended.takes_whole_batch
+        if self._known.alike is not None or is_whole:
+            return (self._in_rows if self._known.alike and not is_whole else self._of_all)(fn, shards).whole_results()
         made: list[Results] = []
 
         def of(run: Callable[[Any, Shards], Results], given: Shards) -> list[tf.Tensor]:
@@ -144,7 +145,10 @@ class PartitionedSteps:
         if traced is None:
             leaves = tf.nest.flatten(specs)
             of_rows = next((each for each in self._traced.values() if each is not None and each.takes(leaves)), None)
-            new = OneDeviceTrace(self._strategy, fn, specs, [Given()] * len(tensors)) if of_rows is None else of_rows.of_all_rows()
+            given = [Given()] * len(tensors)
+            if self._known.alike and self._strategy.extended.takes_whole_batch:
+                given = [Given(dims=(Rows(1, WHOLE), *x.shape[1:]) if x.shape.rank else None) for x in tensors]
+            new = OneDeviceTrace(self._strategy, fn, specs, given) if of_rows is None else of_rows.of_all_rows()
             traced = self._traced[key] = new
             self._compare(key)
             self._tell_of(traced, self._known.total)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfrep_strategy.communicators.sharding import Cut
+from tfrep_strategy.communicators.sharding import Along, Cut
 from tfrep_strategy.core.scoped import assigns_as_is, note_change
 from tfrep_strategy.core.step import current_share
 from tfrep_strategy.core.tf import (
@@ -25,7 +25,7 @@ from tfrep_strategy.core.tf import (
     sync_on_read_context,
 )
 from tfrep_strategy.errors import ConfigurationError, message
-from tfrep_strategy.partitioner.placements import Parts
+from tfrep_strategy.partitioner.placements import OF_LAYOUT, Parts, Shard
 
 _REDUCED = (tf.VariableAggregation.SUM, tf.VariableAggregation.MEAN)
 _creation_order = itertools.count()
@@ -431,8 +431,10 @@ class ShardedWeight(PartVariable):
         """The whole value, while a one-device step runs eagerly."""
 
     @property
-    def placement(self) -> Parts:
+    def placement(self) -> Parts | Shard:
         """How a partitioned step has its value."""
+        if isinstance(self.cut, Along):
+            return Shard(self.cut.axis, self.cut.width, OF_LAYOUT)
         width = self.cut.part_shape.num_elements()
         shape, part_shape = tuple(self.shape.as_list()), tuple(self.cut.part_shape.as_list())
         return Parts(width, self.cut.size, self.shape.num_elements(), True, shape, part_shape)

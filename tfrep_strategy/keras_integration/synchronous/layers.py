@@ -20,6 +20,7 @@ from keras import ops
 
 from tfrep_strategy.core.scoped import Setting, assigns_as_is
 from tfrep_strategy.core.step import KerasStrategy, current_share
+from tfrep_strategy.keras_integration.distribution import cut_of_layout
 from tfrep_strategy.keras_integration.internals import in_stateless_scope, masking
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase
 
@@ -55,8 +56,11 @@ class Layers(SynchronousBase):
         else:
             kept = requested[0], "none" if requested[1] == "only_first_replica" else requested[1]
         variable._synchronization, variable._aggregation = kept
+        extended = self.strategy.extended
+        cut = extended.cut_of_new_variables.value or cut_of_layout(variable, value, self.strategy.num_replicas_in_sync)
         try:
-            original(variable, value)
+            with extended.cut_of_new_variables.to(cut):
+                original(variable, value)
         finally:
             variable._synchronization, variable._aggregation = requested
 

@@ -33,6 +33,7 @@ def contract(plan: Planner, operation: Any, labels: Sequence[str], result: str, 
         broadcast: The letters of axes that may be broadcast.
     """
     operands, others = list(operation.inputs)[: len(labels)], list(operation.inputs)[len(labels) :]
+    _note_dims(plan, operation, operands, labels, result)
     placements = [plan.placement(x) for x in operands]
     summed = [i for i, placement in enumerate(placements) if isinstance(placement, Partial)]
     rest = [plan.replicated(x) for x in others]
@@ -65,12 +66,17 @@ def contract(plan: Planner, operation: Any, labels: Sequence[str], result: str, 
         local.append(plan.replicated(x))
     placement: Placement = rows.at(result.index(label)) if label in result else PARTIAL
     plan.emit(operation, [*local, *rest], placement)
+
+
+def _note_dims(plan: Planner, operation: Any, operands: Sequence[Any], labels: Sequence[str], result: str) -> None:
+    """Records sizes of a product that the trace does not know."""
     sizes: dict[str, Size] = {}
     for x, axes in zip(operands, labels, strict=True):
-        sizes |= {label: d for label, d in zip(axes, plan.dims(x) or [], strict=True) if d is not None and d != 1}
+        sizes |= {label: d for label, d in zip(axes, plan.dims(x) or [None] * len(axes), strict=True) if d is not None and d != 1}
     (tensor,) = operation.outputs
-    known = [sizes.get(axis) if d is None else d for axis, d in zip(result, tensor.shape.as_list(), strict=True)]
-    plan.known_dims[tensor.name] = known
+    if tensor.shape.rank is not None:
+        known = [sizes.get(axis) if d is None else d for axis, d in zip(result, tensor.shape.as_list(), strict=True)]
+        plan.known_dims[tensor.name] = known
 
 
 def _chosen(plan: Planner, operands: Sequence[Any], placements: Sequence[Placement], labels: Sequence[str]) -> Any:

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfrep_strategy.core.tf import operation_definition
 from tfrep_strategy.errors import CannotPartitionError, message
 from tfrep_strategy.partitioner import marks
-from tfrep_strategy.partitioner.placements import OWN, PARTIAL, REPLICATE, Own, Partial, Parts, Rows, Shard
+from tfrep_strategy.partitioner.placements import OF_LAYOUT, OWN, PARTIAL, REPLICATE, Own, Partial, Parts, Rows, Shard
 from tfrep_strategy.partitioner.planner import MARKED, OF_OWN, Planner, always, rule
 
 
@@ -36,6 +36,11 @@ def read(plan: Planner, operation: Any) -> None:
 def shape_of_variable(plan: Planner, operation: Any) -> None:
     """Returns the shape of a variable, which all its copies share."""
     placement = plan.placement(operation.inputs[0])
+    if isinstance(placement, Shard):
+        (result,) = operation.outputs
+        shape = operation.inputs[0]._handle_data.shape_and_type[0].shape  # The trace has the whole variable.
+        plan.put(result, REPLICATE, plan.program.constant([size.size for size in shape.dim], result.dtype))
+        return
     if isinstance(placement, Parts):
         (result,) = operation.outputs
         plan.put(result, REPLICATE, plan.program.constant(placement.shape, result.dtype))
@@ -51,6 +56,8 @@ def write(plan: Planner, operation: Any) -> None:
     value = plan.value(handle)
     if isinstance(value.placement, Partial):
         local = plan.partial(new)
+    elif isinstance(value.placement, Shard):
+        local = plan.sharded(new, value.placement)
     elif isinstance(value.placement, Parts):
         own_shape = plan.program.constant(value.placement.part_shape, tf.int32)
         local = plan.program.add("Reshape", plan.part(new, value.placement), own_shape)
@@ -117,7 +124,13 @@ def _for(mark: str) -> Callable[[Any], Any]:
 def gradient(plan: Planner, operation: Any) -> None:
     """Sums a partial gradient. A gradient that each replica has computed alone is made equal."""
     (x,) = operation.inputs
-    plan.put(operation.outputs[0], REPLICATE, plan.agreed(x, "gradient"))
+    placement = plan.placement(x)
+    if isinstance(placement, Shard) and placement.rows == OF_LAYOUT:
+        plan.put(operation.outputs[0], placement, plan.local(x))
+    else:
+        plan.put(operation.outputs[0], REPLICATE, plan.agreed(x, "gradient"))
+    if (dims := plan.dims(x)) is not None:
+        plan.known_dims[operation.outputs[0].name] = dims
 
 
 @_for(marks.SLICES)

@@ -101,6 +101,7 @@ def elementwise(plan: Planner, operation: Any) -> None:
     if operation.outputs[0].dtype == tf.variant:
         of_lists(plan, operation)
         return
+    _note_dims(plan, operation)
     if any(isinstance(plan.placement(x), Partial) for x in inputs):
         if _of_sums(plan, operation):
             return
@@ -113,7 +114,6 @@ def elementwise(plan: Planner, operation: Any) -> None:
     else:
         shard, local = aligned
         plan.emit(operation, local, shard)
-    _note_dims(plan, operation)
 
 
 @rule("Select")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tfrep_strategy.partitioner.placements import PARTIAL, Partial, Shard
-from tfrep_strategy.partitioner.planner import Planner, rule
+from tfrep_strategy.partitioner.planner import Planner, always, rule
 
 _PICTURES = {
     "MaxPool": (0,), "MaxPool3D": (0,), "AvgPool": (0,), "AvgPool3D": (0,),
@@ -66,13 +66,18 @@ def average_pool_gradient(plan: Planner, operation: Any) -> None:
 
 
 @rule("BiasAdd")
+@always
 def bias_add(plan: Planner, operation: Any) -> None:
     """Plans the addition of a bias, which has the axis of the channels."""
     x, bias = operation.inputs
     placement, rank = plan.placement(x), plan.rank(x)
     channels = 1 if operation.get_attr("data_format") == b"NCHW" else -1
+    if (dims := plan.dims(x)) is not None:
+        plan.known_dims[operation.outputs[0].name] = dims
     if isinstance(placement, Shard) and rank is not None and placement.axis != channels % rank:
         plan.emit(operation, [plan.local(x), plan.replicated(bias)], placement)
+    elif isinstance(placement, Shard) and rank is not None and plan.have_rows(bias, placement.on(0), x.shape[placement.axis]):
+        plan.emit(operation, [plan.local(x), plan.sharded(bias, placement.on(0))], placement)
     elif isinstance(placement, Partial) or isinstance(plan.placement(bias), Partial):
         if isinstance(placement, Shard):
             plan.replicate(operation)

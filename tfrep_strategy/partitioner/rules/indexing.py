@@ -298,6 +298,9 @@ def gather(plan: Planner, operation: Any) -> None:
     if axis is None or operation.get_attr("batch_dims"):
         _gather_rows_by_rows(plan, operation, axis, rest)
         return
+    before, places = plan.dims(x), plan.dims(indices)
+    if before is not None and places is not None:
+        plan.known_dims[operation.outputs[0].name] = [*before[:axis], *places, *before[axis + 1 :]]
     inputs = [plan.local(x), plan.local(indices), *rest]
     among = chosen_among(plan, indices)
     if among is not None and isinstance(chosen, Shard) and axis == 0 and table == among:
@@ -482,3 +485,26 @@ def scatter_into(plan: Planner, operation: Any) -> None:
         plan.emit(operation, [plan.partial(x), plan.local(indices), plan.local(updates)], PARTIAL)
     else:
         plan.replicate(operation)
+
+
+@rule("ResourceScatterAdd", "ResourceScatterSub", "ResourceScatterUpdate")
+def scatter_to_variable(plan: Planner, operation: Any) -> None:
+    """Writes rows of a variable. If a layout shards it, each replica writes what it holds of them."""
+    handle, indices, new = operation.inputs
+    shard, rank = plan.placement(handle), new.shape.rank
+    is_known = indices.shape.rank is not None and bool(rank)
+    if not isinstance(shard, Shard) or not is_known or (shard.axis == 0 and operation.type == "ResourceScatterUpdate"):
+        plan.replicate(operation)
+        return
+    places = plan.replicated(indices)
+    if shard.axis:
+        values = plan.sharded(new, shard.on(shard.axis + indices.shape.rank - 1))
+        plan.add_write(operation, [plan.local(handle), places, values])
+        return
+    add = plan.program.add
+    own, is_here = _own_places(plan, places, shard)
+    last = plan.as_dtype(add("Sub", plan.elements(shard).count, 1), indices.dtype)
+    for _ in range(rank - indices.shape.rank):
+        is_here = add("ExpandDims", is_here, -1)
+    values = add("SelectV2", is_here, plan.replicated(new), plan.program.constant(0, new.dtype))  # Zeros for the rows of others.
+    plan.add_write(operation, [plan.local(handle), add("Minimum", own, last), values])

@@ -440,5 +440,7 @@ def bias_add_gradient(plan: Planner, operation: Any) -> None:
     is_summed = isinstance(placement, Shard) and rank is not None and placement.axis != channels % rank
     if isinstance(placement, Partial) or is_summed:
         plan.emit(operation, [plan.local(x)], PARTIAL)
+    elif isinstance(placement, Shard) and rank is not None:
+        plan.emit(operation, [plan.local(x)], placement.on(0))
     else:
         plan.replicate(operation)

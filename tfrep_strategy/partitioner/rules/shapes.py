@@ -8,7 +8,18 @@ import numpy as np
 import tensorflow as tf
 
 from tfrep_strategy.partitioner import sizes as by_value
-from tfrep_strategy.partitioner.placements import PARTIAL, REPLICATE, Partial, Replicate, Rows, Shard, Size, is_number, product
+from tfrep_strategy.partitioner.placements import (
+    PARTIAL,
+    REPLICATE,
+    WHOLE,
+    Partial,
+    Replicate,
+    Rows,
+    Shard,
+    Size,
+    is_number,
+    product,
+)
 from tfrep_strategy.partitioner.planner import Planner, always, rule
 
 
@@ -159,7 +170,7 @@ def reshape(plan: Planner, operation: Any) -> None:
     if not isinstance(placement, Shard):
         whole = plan.replicated(wanted)
         plan.emit(operation, [plan.local(x), whole], placement)
-        if isinstance(placement, Replicate):
+        if isinstance(placement, (Partial, Replicate)):
             _note_dims(plan, operation.outputs[0], wanted)
         return
     found = _reshaped_rows(plan, x, wanted, operation.outputs[0], placement)
@@ -223,7 +234,7 @@ def _reshaped_rows(plan: Planner, x: Any, wanted: Any, result: Any, shard: Shard
     if before is None or after is None:
         return None
     outer, inner = product(before[: shard.axis]), product(before[shard.axis + 1 :])
-    if not is_number(outer):
+    if not is_number(outer) and not (isinstance(outer, Rows) and outer.rows == WHOLE):
         return None
     for axis, size_ in enumerate(after):
         if product(after[:axis]) != outer:
