@@ -89,16 +89,145 @@ def test_in_a_scope_the_mesh_has_its_replicas() -> None:
 
 
 @pytest.mark.lane("quick")
-def test_layouts_of_weights_are_refused() -> None:
-    mesh = DeviceMesh((2, 2), ["batch", "model"])
-    with refuses(distribution="ModelParallel", hint="DataParallel"):
-        set_distribution(ModelParallel(layout_map=LayoutMap(mesh)))
-
-
-@pytest.mark.lane("quick")
 def test_devices_that_are_not_there() -> None:
     with refuses(code="TFREP-E010", hint="this process has CPU:0", devices=["CPU:0", "CPU:9"]):
         set_distribution(DataParallel(devices=["cpu:0", "cpu:9"]))
+
+
+_AXES = [(1, 2), (1, 4), (2, 2)]
+
+
+def _block(width: int = 16) -> keras.Model:
+    layers = keras.layers
+    words = keras.Input((6,), dtype="int32")
+    x = layers.Embedding(16, 8, name="words")(words)
+    x = x + layers.MultiHeadAttention(4, 4, name="heads")(x, x)
+    x = layers.LayerNormalization()(x)
+    x = x + layers.Dense(8, name="out")(layers.Dense(width, "gelu", name="into")(x))
+    x = layers.Dropout(0.2, seed=1)(x)
+    return keras.Model(words, layers.Dense(3)(layers.GlobalAveragePooling1D()(x)))
+
+
+def _layouts(mesh: DeviceMesh) -> LayoutMap:
+    found = LayoutMap(mesh)
+    found["words/embeddings"] = ("model", "batch")
+    found["heads/(query|key|value)/kernel"] = (None, "model", None)
+    found["heads/(query|key|value)/bias"] = ("model", None)
+    found["heads/attention_output/kernel"] = ("model", None, None)
+    found["into/kernel"], found["into/bias"], found["out/kernel"] = ("batch", "model"), ("model",), ("model", "batch")
+    return found
+
+
+def _model_parallel(batch: int, model: int) -> ModelParallel:
+    mesh = DeviceMesh((batch, model), ["batch", "model"], list_devices()[: batch * model])
+    return ModelParallel(layout_map=_layouts(mesh), batch_dim_name="batch")
+
+
+_OPTIMIZERS: dict[str, Any] = {
+    "adam, clipped": lambda: keras.optimizers.Adam(0.01, clipnorm=0.5),
+    "sgd of slices": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "a global norm, accumulated": lambda: keras.optimizers.AdamW(0.01, global_clipnorm=0.5, gradient_accumulation_steps=2),
+    "averaged": lambda: keras.optimizers.RMSprop(0.01, use_ema=True, ema_overwrite_frequency=3),
+    "scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), initial_scale=256.0),
+}
+_WORDS, _KINDS = np.random.default_rng(2).integers(0, 16, (37, 6)), np.random.default_rng(3).integers(0, 3, 37)
+
+
+def _fitted(optimizer: str, **settings: Any) -> tuple[keras.Model, dict[str, Any]]:
+    keras.utils.set_random_seed(1)
+    model = _block()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(_OPTIMIZERS[optimizer](), loss, metrics=["accuracy"], **settings)
+    history = model.fit(_WORDS, _KINDS, batch_size=8, epochs=2, verbose=0, validation_split=0.2).history
+    return model, history | {"weights": model.get_weights(), "predicted": model.predict(_WORDS, verbose=0)}
+
+
+@pytest.mark.parametrize("optimizer", _OPTIMIZERS)
+@pytest.mark.parametrize("axes", _AXES)
+def test_model_parallel(axes: tuple[int, int], optimizer: str) -> None:
+    _, expected = _fitted(optimizer)
+    set_distribution(_model_parallel(*axes))
+    model, found = _fitted(optimizer)
+    tf.nest.map_structure(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5), found, expected)
+    kernel = model.get_layer("into").kernel.value
+    assert [part.shape for part in kernel.values] == [(8, 16 // (axes[0] * axes[1]))] * (axes[0] * axes[1])
+    assert kernel.shape == (8, 16)
+
+
+def test_what_model_parallel_replicas_send() -> None:
+    """Of a block's parts each is summed once, and no weight is sent."""
+    set_distribution(_model_parallel(1, 2))
+    model, _ = _fitted("sgd of slices")
+    lines = [line for line in str(tf.distribute.get_strategy().explain(model)).splitlines() if line.startswith("predict: Round")]
+    assert not any("gather" in line for line in lines), lines
+    assert sum(line.count("192 bytes a row") for line in lines) == 3, "of the embedding, the heads and the wide layer"
+
+
+def test_steps_that_run_eagerly() -> None:
+    _, expected = _fitted("adam, clipped")
+    set_distribution(_model_parallel(1, 2))
+    with pytest.warns(UserWarning, match="run eagerly"):
+        _, found = _fitted("adam, clipped", run_eagerly=True)
+    tf.nest.map_structure(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5), found, expected)
+
+
+def test_files_are_those_of_one_device(tmp_path: Path) -> None:
+    set_distribution(_model_parallel(1, 4))
+    model, found = _fitted("adam, clipped")
+    model.save(tmp_path / "model.keras")
+    model.save_weights(tmp_path / "own.weights.h5")
+    going_on = model.fit(_WORDS, _KINDS, batch_size=8, shuffle=False, verbose=0).history["loss"]
+    set_distribution(None)
+    alone = keras.saving.load_model(tmp_path / "model.keras")
+    np.testing.assert_allclose(alone.predict(_WORDS, verbose=0), found["predicted"], atol=1e-5)
+    np.testing.assert_allclose(alone.fit(_WORDS, _KINDS, batch_size=8, shuffle=False, verbose=0).history["loss"], going_on, rtol=1e-4)
+    set_distribution(_model_parallel(1, 2))
+    other = _block()
+    other.load_weights(tmp_path / "own.weights.h5")
+    np.testing.assert_allclose(other.predict(_WORDS, verbose=0), found["predicted"], atol=1e-5)
+
+
+def _loop() -> list[float]:
+    keras.utils.set_random_seed(1)
+    model, optimizer = _block(), keras.optimizers.Adam(0.01)
+
+    @tf.function
+    def step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(y, model(x, training=True), from_logits=True))
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        return loss
+
+    return [float(step(_WORDS[i : i + 8], _KINDS[i : i + 8])) for i in range(0, 32, 8)]
+
+
+@pytest.mark.parametrize("axes", [(1, 2), (2, 2)])
+def test_a_custom_loop(axes: tuple[int, int]) -> None:
+    expected = _loop()
+    set_distribution(_model_parallel(*axes))
+    np.testing.assert_allclose(_loop(), expected, rtol=1e-5)
+
+
+@pytest.mark.lane("quick")
+def test_layouts_that_do_not_fit() -> None:
+    mesh = DeviceMesh((1, 4), ["batch", "model"])
+    for layout, received in (((None, "model"), {"shape": (4, 6)}), (("model",), {"layout": ("model",)})):
+        layouts = LayoutMap(mesh)
+        layouts["d/kernel"] = layout
+        set_distribution(ModelParallel(layout_map=layouts))
+        with refuses(variable="d/kernel", **received):
+            keras.layers.Dense(6, name="d").build((None, 4))
+
+
+@pytest.mark.lane("quick")
+def test_a_layout_of_no_variable() -> None:
+    layouts = LayoutMap(DeviceMesh((1, 4), ["batch", "model"]))
+    layouts["no_such_layer/kernel"] = (None, "model")
+    set_distribution(ModelParallel(layout_map=layouts))
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with refuses(patterns=["no_such_layer/kernel"], hint="v.path"):
+        model.fit(_X, _X[:, :1], verbose=0)
 
 
 _PROGRAM = """

@@ -6,6 +6,8 @@ Keras's own module for TensorFlow is a prototype that its source says not to use
 from __future__ import annotations
 
 import os
+import re
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,13 +18,15 @@ from keras import distribution
 from tfrep_strategy.cluster.environments import detect_environment
 from tfrep_strategy.cluster.environments.keras_distribution import ADDRESSES, RANK, SIZE, KerasDistributionEnvironment
 from tfrep_strategy.communicators.sharding import Along
-from tfrep_strategy.errors import ConfigurationError, TfrepError, message
+from tfrep_strategy.errors import ConfigurationError, TfrepError, message, warn
 from tfrep_strategy.keras_integration.finding import driver_of
 
 make_strategy: Callable[[Sequence[str]], Any] | None = None
 """Makes the strategy for the names of devices. The room above, where strategies are, sets it."""
 _entered: Any = None
 """The strategy that a distribution has brought into scope."""
+_checked: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Distributions whose layout maps were compared with a model."""
 
 
 def list_devices(device_type: str | None = None) -> list[str]:
@@ -144,7 +148,7 @@ def cut_of_layout(variable: Any, value: Any, replicas: int) -> Along | None:
         replicas: The number of replicas.
 
     Raises:
-        ConfigurationError: The layout has another number of axes than the variable, or the replicas do not divide an axis.
+        ConfigurationError: The layout has another number of axes than the variable, or the mesh does not divide an axis.
     """
     current = distribution.distribution()
     if not isinstance(current, distribution.ModelParallel) or replicas == 1:
@@ -152,11 +156,10 @@ def cut_of_layout(variable: Any, value: Any, replicas: int) -> Along | None:
     if not callable(value):
         variable._shape = tuple(np.shape(value))  # Keras's layouts ask for it.
     layout = variable._layout = current.get_variable_layout(variable)
-    axes = [axis for axis, name in enumerate(layout.axes) if name is not None]
-    if not axes:
-        return None
     shape = tuple(variable._shape)
-    if len(layout.axes) != len(shape):
+    sizes = dict(zip(current.device_mesh.axis_names, current.device_mesh.shape, strict=True))
+    axes = [axis for axis, name in enumerate(layout.axes) if sizes.get(name, 1) > 1]
+    if axes and len(layout.axes) != len(shape):
         raise ConfigurationError(
             message(
                 "A layout has one entry for each axis of its variable.",
@@ -166,16 +169,49 @@ def cut_of_layout(variable: Any, value: Any, replicas: int) -> Along | None:
                 layout=layout.axes,
             )
         )
+    for axis in axes:
+        if shape[axis] % sizes[layout.axes[axis]]:
+            raise ConfigurationError(
+                message(
+                    "The devices along an axis of the mesh do not divide the axis of a variable.",
+                    hint="split another axis, change its size, or leave the variable out of the layout map.",
+                    variable=variable.path,
+                    shape=shape,
+                    layout=layout.axes,
+                    mesh=sizes,
+                )
+            )
+    axes.sort(key=lambda axis: layout.axes[axis] == current.batch_dim_name)  # Which axis is split decides how products are summed.
     found = next((axis for axis in axes if shape[axis] and shape[axis] % replicas == 0), None)
-    if found is None:
+    if axes and found is None:
+        warn(
+            f"{variable.path} {list(shape)} stays whole on each device: {replicas} devices do not divide an axis that its layout names."
+        )
+    return None if found is None else Along(shape, replicas, found)
+
+
+def check_layouts(model: Any) -> None:
+    """Checks that a layout map names variables of a model. Other models may have been made with the same map.
+
+    Args:
+        model: A built model.
+
+    Raises:
+        ConfigurationError: No pattern of the map matches a variable.
+    """
+    current = distribution.distribution()
+    if not isinstance(current, distribution.ModelParallel) or current in _checked:
+        return
+    _checked.add(current)
+    of_variables = [pattern for pattern in current._layout_map if not pattern.endswith("/output")]
+    unused = [each for each in of_variables if not any(re.fullmatch(each, variable.path) for variable in model.variables)]
+    if unused and len(unused) == len(of_variables):
         raise ConfigurationError(
             message(
-                "The devices of the mesh do not divide an axis that a layout splits.",
-                hint="split another axis, change its size, or leave the variable out of the layout map.",
-                variable=variable.path,
-                shape=shape,
-                layout=layout.axes,
-                devices=replicas,
+                "No pattern of the layout map matches a variable of the model.",
+                hint="print(v.path) for v in model.variables; a pattern has to match the whole path.",
+                patterns=unused,
             )
         )
-    return Along(shape, replicas, found)
+    if unused:
+        warn(f"Patterns of the layout map match no variable of the model {model.name!r}: {', '.join(unused)}.")

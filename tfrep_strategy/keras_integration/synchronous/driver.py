@@ -19,6 +19,7 @@ from tfrep_strategy.core.tf import is_none
 from tfrep_strategy.data.agreement import Fingerprint
 from tfrep_strategy.errors import TfrepError
 from tfrep_strategy.keras_integration import refusals, verified_calls
+from tfrep_strategy.keras_integration.distribution import check_layouts
 from tfrep_strategy.keras_integration.internals import TensorFlowTrainer
 from tfrep_strategy.keras_integration.profiled_fit import TracesOfRanks, profiled
 from tfrep_strategy.keras_integration.synchronous import run_backups
@@ -102,7 +103,10 @@ class SynchronousDriver(Updates, Losses, Logs, Placement, Layers, EmptyParts, Ca
                 run_backups.writes.waited_for(),
                 profiled(lambda: TracesOfRanks(self.strategy), self.strategy.extended.is_chief) as self.profile,
             ):
+                if model.built:
+                    check_layouts(model)
                 history = original(model, *args, **kwargs)
+                check_layouts(model)
                 if self.has_several and self.steps_of_fit is not None:
                     self.steps_of_fit.read_one_more()
                 verified_calls.note("fit", history.history, model.weights)

@@ -417,6 +417,9 @@ def segment_sum(plan: Planner, operation: Any) -> None:
         plan.emit(operation, [plan.sharded(data, own), plan.local(segments), rest], PARTIAL)
     elif isinstance(placement, Partial) and isinstance(own, Replicate):
         plan.emit(operation, [plan.local(data), plan.local(segments), rest], PARTIAL)
+    elif isinstance(placement, Shard) and isinstance(own, Replicate) and 0 < (segments.shape.rank or 0) <= placement.axis:
+        shard = placement.on(placement.axis - segments.shape.rank + 1)
+        plan.emit(operation, [plan.local(data), plan.local(segments), rest], shard)
     else:
         plan.replicate(operation)
 

@@ -1,0 +1,122 @@
+"""Weights that layouts shard: each replica computes with its part, and sends what Megatron-LM's replicas send.
+
+M. Shoeybi et al., arXiv:1909.08053, section 3: one all-reduce for each block of a layer forward, and one backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from partitioner.replicas import differences
+
+from tfrep_strategy.partitioner.placements import OF_LAYOUT, REPLICATE, Placement, Shard
+from tfrep_strategy.partitioner.program import Collective
+
+pytestmark = pytest.mark.lane("quick")
+
+_DRAW = np.random.default_rng(0)
+_ROWS, _TIMES, _HEADS, _WIDTH, _DEPTH = 5, 6, 4, 8, 4
+
+
+def _drawn(*shape: int) -> np.ndarray:
+    return (_DRAW.normal(size=shape) / np.sqrt(shape[0])).astype("float32")
+
+
+def _along(axis: int | None, size: int) -> Callable[[int], Placement]:
+    """Returns what gives the placement of a weight whose axis has this size, for a number of replicas."""
+    return lambda replicas: REPLICATE if axis is None else Shard(axis, size // replicas, OF_LAYOUT)
+
+
+_WHOLE = _along(None, 0)
+
+
+def _mlp(x: Any, into: Any, bias: Any, out: Any) -> Any:
+    return tf.nn.gelu(x @ into + bias) @ out
+
+
+def _attention(x: Any, query: Any, key: Any, value: Any, out: Any) -> Any:
+    q, k, v = (tf.einsum("btd,dhe->bthe", x, each) for each in (query, key, value))
+    weights = tf.nn.softmax(tf.einsum("bthe,bshe->bhts", q, k))
+    return tf.einsum("bthe,hed->btd", tf.einsum("bhts,bshe->bthe", weights, v), out)
+
+
+def _attention_of_matrices(x: Any, query: Any, key: Any, value: Any, out: Any) -> Any:
+    def heads(weight: Any) -> Any:
+        every = tf.reshape(tf.reshape(x, [-1, _WIDTH]) @ weight, [-1, _TIMES, _HEADS, _DEPTH])
+        return tf.transpose(every, [0, 2, 1, 3])
+
+    q, k, v = map(heads, (query, key, value))
+    found = tf.transpose(tf.nn.softmax(tf.matmul(q, k, transpose_b=True)) @ v, [0, 2, 1, 3])
+    return tf.reshape(found, [-1, _HEADS * _DEPTH]) @ out
+
+
+_X, _SEQUENCES = _drawn(_ROWS, _WIDTH), _drawn(_ROWS, _TIMES, _WIDTH)
+_MLP = [_drawn(_WIDTH, 16), _drawn(16), _drawn(16, _WIDTH)]
+_OF_HEADS = [*(_drawn(_WIDTH, _HEADS, _DEPTH) for _ in range(3)), _drawn(_HEADS, _DEPTH, _WIDTH)]
+_MATRICES = [*(_drawn(_WIDTH, _HEADS * _DEPTH) for _ in range(3)), _drawn(_HEADS * _DEPTH, _WIDTH)]
+
+_BLOCKS: dict[str, tuple[Callable[..., Any], np.ndarray, Sequence[np.ndarray], Sequence[Callable[[int], Placement]]]] = {
+    "columns, then rows": (_mlp, _X, _MLP, [_along(1, 16), _along(0, 16), _along(0, 16)]),
+    "a whole bias": (_mlp, _X, _MLP, [_along(1, 16), _WHOLE, _along(0, 16)]),
+    "attention heads": (_attention, _SEQUENCES, _OF_HEADS, [*[_along(1, _HEADS)] * 3, _along(0, _HEADS)]),
+    "heads from matrices": (_attention_of_matrices, _SEQUENCES, _MATRICES, [*[_along(1, 16)] * 3, _along(0, 16)]),
+}
+
+
+def _sent(step: Any) -> list[str]:
+    return [each.kind for each in step.nodes if isinstance(each, Collective)]
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("name", _BLOCKS)
+def test_a_block(name: str, replicas: int) -> None:
+    block, x, weights, along = _BLOCKS[name]
+    placements = [REPLICATE, *(each(replicas) for each in along)]
+
+    def forward(x: Any, *weights: Any) -> Any:
+        return [block(x, *weights)]
+
+    def backward(x: Any, *weights: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch([x, *weights])
+            loss = tf.reduce_mean(block(x, *weights) ** 2)
+        return tape.gradient(loss, [x, *weights])
+
+    for function, sums in ((forward, 1), (backward, 2)):
+        difference, step, _ = differences(function, [x, *weights], placements, [1] * replicas, is_open=False)
+        assert difference < 1e-6
+        assert not step.without_rule
+        sent = _sent(step)
+        assert sent.count("sum") == sums
+        assert function is backward or "gather" not in sent, "only gradients are wanted whole here"
+
+
+def _vocabulary(x: Any, table: Any, labels: Any) -> Any:
+    with tf.GradientTape() as tape:
+        tape.watch([x, table])
+        logits = (x + tf.gather(table, labels)) @ tf.transpose(table)
+        loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits))
+    return [loss, *map(tf.convert_to_tensor, tape.gradient(loss, [x, table]))]
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_a_vocabulary(replicas: int, axis: int) -> None:
+    table, labels = _drawn(12, _WIDTH), _DRAW.integers(0, 12, _ROWS).astype("int32")
+    placements = [REPLICATE, _along(axis, (12, _WIDTH)[axis])(replicas), REPLICATE]
+    difference, step, _ = differences(_vocabulary, [_X, table, labels], placements, [1] * replicas, is_open=False)
+    assert difference < 1e-6
+    assert not step.without_rule
+
+
+@pytest.mark.parametrize("counts", [[1, 1], [0, 2]])
+def test_beside_the_rows_of_a_batch(counts: Sequence[int]) -> None:
+    """One of the two is sent: a replica has either its rows or its columns of a product."""
+    difference, _, _ = differences(
+        lambda x, w: [x @ w, tf.reduce_sum(x @ w, 0)], [_drawn(2, 4), _drawn(4, 6)], [Shard(0), REPLICATE], counts
+    )
+    assert difference < 1e-6
