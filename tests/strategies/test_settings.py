@@ -22,7 +22,7 @@ pytestmark = pytest.mark.lane("quick")
 
 _SETTINGS = (Path(__file__).parents[2] / "docs" / "settings.md").read_text("utf-8")
 _CLASSES = (tfrep.MirroredStrategy, tfrep.MultiWorkerStrategy, tfrep.ParameterServerStrategy)
-_MOST_NAMES = 17
+_MOST_NAMES = 19
 
 SYNCHRONOUS = [
     ("compression", "bf16", ["int8", 16, True, ["bf16"]]),
@@ -32,6 +32,8 @@ SYNCHRONOUS = [
     ("gradient_aggregator", max, [5, "sum"]),
     ("check_sync_every", 3, [0, 2.5, "3", False]),
     ("shard_optimizer_state", True, [1, "yes", None]),
+    ("shard_weights", True, [1, "yes", None]),
+    ("shard_weights_min_bytes", 1, [0, -1, "1", None]),
     ("batch_statistics", "replica", ["own", True, None]),
     ("allow_plain_models", True, [1, "yes", None]),
     ("partition_functions", False, [1, "yes", None]),
@@ -62,8 +64,12 @@ OF_CLASS: dict[type, list[tuple[str, Any, list[Any]]]] = {
 }
 FIXED = {
     "devices", "devices_per_replica", "keras_layer_placement", "communicator", "device", "variable_partitioner", "sync",
-    "replicas_to_aggregate", "connect_timeout", "coordinator_timeout", "shard_optimizer_state", "batch_statistics",
+    "replicas_to_aggregate", "connect_timeout", "coordinator_timeout", "shard_optimizer_state", "shard_weights",
+    "shard_weights_min_bytes", "batch_statistics",
 }  # fmt: skip
+
+
+_NEEDED = {"replicas_to_aggregate": {"sync": True}, "shard_weights": {"shard_optimizer_state": True}}
 
 
 def _shown(strategy: Any) -> list[str]:
@@ -73,7 +79,7 @@ def _shown(strategy: Any) -> list[str]:
 def _check(kind: type, make: Any) -> None:
     """Sets each setting as an argument and as an attribute: to a good value, and to bad ones."""
     for name, good, bad in OF_CLASS[kind]:
-        options = {"sync": True} if name == "replicas_to_aggregate" else {}
+        options = _NEEDED.get(name, {})
         strategy = make(**options) if good is None else make(**options, **{name: good})
         assert good is None or getattr(strategy, name) == good, name
         assert len(_shown(strategy)) <= _MOST_NAMES, _shown(strategy)

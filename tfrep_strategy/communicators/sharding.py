@@ -31,7 +31,7 @@ class Cut(abc.ABC):
 
     def __init__(self, shape: Any, size: int) -> None:
         self.shape = tf.TensorShape(shape)
-        self.size = size
+        self.size, self.is_whole_where_read = size, False
 
     @abc.abstractmethod
     def part(self, whole: Any, rank: int) -> Any:
@@ -51,6 +51,11 @@ class Even(Cut):
 
     A part has whole rows of a tensor if these divide well. Otherwise the tensor is cut between any two elements.
 
+    Args:
+        shape: The shape of the whole tensor, which is fully known.
+        size: The number of replicas.
+        is_whole_where_read: Whether a step reads a variable of these parts as a whole.
+
     Example:
         >>> cut = Even([3], 2)
         >>> [cut.part(tf.constant([1, 2, 3]), rank).numpy().tolist() for rank in range(2)]
@@ -59,8 +64,9 @@ class Even(Cut):
         [1, 2, 3]
     """
 
-    def __init__(self, shape: Any, size: int) -> None:
+    def __init__(self, shape: Any, size: int, is_whole_where_read: bool = False) -> None:
         super().__init__(shape, size)
+        self.is_whole_where_read = is_whole_where_read
         dimensions = self.shape.as_list()
         elements = math.prod(dimensions)
         rows = dimensions[0] if dimensions else 1

@@ -269,18 +269,20 @@ class Planner(Values):
     def plan_with_whole(self, operation: Any) -> None:
         """Plans an operation on the whole of tensors that replicas hold in parts.
 
-        The value of a variable is gathered for one operation, or for several in a row: when the operation before the last one
-        that needed such a value has run. So about two of them are in memory.
+        The value of a variable is gathered for one operation, or for several in a row: one value after the other, while the last
+        operation runs that got one. So about two of them are in memory.
         """
         parts = {x.name: x for x in operation.inputs if isinstance(self.placement(x), Parts) and x.dtype != tf.resource}
         kept = {name: self.values[name] for name in parts}
-        new = []
+        new: list[Gathered] = []
         for name, x in parts.items():
-            placement, after = kept[name].placement, ()
+            placement = kept[name].placement
+            after: tuple[Tensor, ...] = ()
             if isinstance(placement, Parts) and placement.is_read:
                 new.append(self._gathered_now(kept[name].local, len(new)))
                 after = new[-1].after
-            self.values[name] = Value(REPLICATE, self.gathered(x, after))
+            whole = self.seen[name] = self.gathered(x, after)
+            self.values[name] = Value(REPLICATE, whole)
         self.plan_by_rule(operation)
         self.values.update(kept)
         results = [self.local(x) for x in operation.outputs if x.dtype not in (tf.resource, tf.variant)]
@@ -299,7 +301,8 @@ class Planner(Values):
             if each.part is part:
                 return each
         before = [each.done for each in earlier[: len(earlier) - beside][:-1] if each.done is not None]
-        earlier.append(Gathered(part, tuple(before[-1:])))
+        after = (*before[-1:], *(each.received for each in earlier[-1:]))
+        earlier.append(Gathered(part, after, self.program.send("equal rows", part, after=after)))
         return earlier[-1]
 
     def _cut_rows(self, operation: Any) -> None:

@@ -170,11 +170,13 @@ class Gathered:
     Attributes:
         part: The replica's part.
         after: The tensors that are computed before it is gathered.
+        received: The parts of all replicas.
         done: A result of the operation; None if it has none.
     """
 
     part: Tensor
     after: tuple[Tensor, ...]
+    received: Tensor
     done: Tensor | None = None
 
 

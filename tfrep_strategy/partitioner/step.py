@@ -16,7 +16,7 @@ import tfrep_strategy.partitioner.rules  # noqa: F401  (registers the rules)
 from tfrep_strategy.communicators.peers.reports import user_line
 from tfrep_strategy.partitioner.choice import can_be_cut, cheapest
 from tfrep_strategy.partitioner.emitter import Emitter, Transport
-from tfrep_strategy.partitioner.placements import OF_LAYOUT, REPLICATE, Own, Partial, Placement, Replicate, Shard, Size
+from tfrep_strategy.partitioner.placements import OF_LAYOUT, REPLICATE, Own, Partial, Parts, Placement, Replicate, Shard, Size
 from tfrep_strategy.partitioner.planner import Planner
 from tfrep_strategy.partitioner.program import Collective, Node, Program, Tensor, every_node, live, prune, without
 from tfrep_strategy.partitioner.rules.drawing import drawn_rows
@@ -80,6 +80,11 @@ def observe(plan: Any, program: Program) -> tuple[Observed, list[Tensor]]:
         for name, value in plan.values.items():
             if isinstance(value.placement, Own):
                 found.own.add(name)
+            if isinstance(value.placement, Parts):
+                whole = place_of(plan.seen.get(name))
+                if whole is not None:
+                    found.seen[name] = Seen(REPLICATE, whole, None)
+                continue
             local = place_of(value.local)
             if local is not None and isinstance(value.placement, (Replicate, Shard, Partial)):
                 found.seen[name] = Seen(value.placement, local, place_of(plan.whole.get(name)))

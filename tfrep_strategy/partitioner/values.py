@@ -103,6 +103,8 @@ class Values:
         self.values: dict[str, Value] = {}
         self.whole: dict[str, Tensor] = {}
         """The whole of sharded or partial tensors, if it was needed."""
+        self.seen: dict[str, Tensor] = {}
+        """The whole of tensors in parts, as an operation got it, for verification."""
         self.sizes: dict[str, by_value.Sizes | None] = {}
         self.known_dims: dict[str, list[Size]] = {}
         self.traced_rows: int | None = None

@@ -43,7 +43,8 @@ class SynchronousStrategy(HasOneReplica, ShowsNewNames, tf.distribute.Strategy):
     """Base of the strategies whose replicas train in step. Use one of its subclasses.
 
     The settings below are arguments of its constructor, and attributes. All but `shard_optimizer_state`, `shard_weights`,
-    `shard_weights_min_bytes` and `batch_statistics` can be set before the next step. Methods for Keras and for the rest of this package are on `extended`.
+    `shard_weights_min_bytes` and `batch_statistics` can be set before the next step. Methods for Keras and for the rest of this
+    package are on `extended`.
 
     Attributes:
         bucket_bytes: Gradients are sent in buckets of about this many bytes.

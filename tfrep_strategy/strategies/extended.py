@@ -164,13 +164,14 @@ class SynchronousExtended(NoticesKeras2):
                 )
                 return ShardedWeight.made(self, next_creator, cut, **kwargs | {"initial_value": self.initial_on_all(value)})
             if cut is not None:
-                return PartVariable.made(self, next_creator, cut, **kwargs)
+                kind = ShardedWeight if cut.is_whole_where_read else PartVariable
+                return kind.made(self, next_creator, cut, **kwargs)
             if self._may_be_sharded(**kwargs):
                 initial = kwargs["initial_value"]
                 value = tf.convert_to_tensor(initial() if callable(initial) else initial, kwargs.get("dtype"))
                 kwargs["initial_value"] = lambda: value
                 if self._is_sharded(value):
-                    cut = Even(value.shape, self._num_replicas_in_sync)
+                    cut = Even(value.shape, self._num_replicas_in_sync, is_whole_where_read=True)
                     kwargs["initial_value"] = self.initial_on_all(value)
                     return ShardedWeight.made(self, next_creator, cut, **kwargs)
             variable = super()._create_variable(next_creator, **dict(kwargs))

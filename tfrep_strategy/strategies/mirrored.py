@@ -38,6 +38,7 @@ from tfrep_strategy.strategies.groups import ReplicaGroup, check_members
 from tfrep_strategy.strategies.logical_devices import LogicalDevices
 from tfrep_strategy.strategies.replica_context import DeviceReplicaContext
 from tfrep_strategy.strategies.settings import CheckedSetting, mapping, positive
+from tfrep_strategy.strategies.variables import ShardedWeight
 
 _THREADS_PER_REPLICA = 2
 
@@ -144,7 +145,7 @@ class MirroredStrategy(SynchronousStrategy):
         check_sync_every: int | None = None,
         shard_optimizer_state: bool = False,
         shard_weights: bool = False,
-        shard_weights_min_bytes: int = 64 << 10,
+        shard_weights_min_bytes: int = 65536,
         batch_statistics: str = "global",
         allow_plain_models: bool = False,
         partition_functions: bool = True,
@@ -265,6 +266,12 @@ class _Extended(SynchronousExtended, MirroredExtended):
             if isinstance(variable, MirroredVariable):
                 for copy in variable.values[1:]:
                     copy.assign(variable.values[0])
+
+    def _update(self, var: Any, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
+        if isinstance(var, ShardedWeight):  # Its parts have other shapes.
+            result = fn(var, *args, **kwargs)
+            return result if group else (result,)
+        return super()._update(var, fn, args, kwargs, group)
 
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
         placement = self.logical_devices.placement()

@@ -64,7 +64,8 @@ class MultiWorkerStrategy(SynchronousStrategy):
             returns to each rank the predictions for its own rows.
 
     Every argument is an attribute, too. `communicator` (the object), `device`, `shard_optimizer_state`, `shard_weights`,
-    `shard_weights_min_bytes` and `batch_statistics` are fixed. The others can be set before the next step, and `rank_data` before the next `fit` or `predict`.
+    `shard_weights_min_bytes` and `batch_statistics` are fixed. The others can be set before the next step, and `rank_data` before
+    the next `fit` or `predict`.
 
     Raises:
         ConfigurationError: The communicator or another setting is unknown, the communicator connects other processes than the
@@ -90,7 +91,7 @@ class MultiWorkerStrategy(SynchronousStrategy):
         check_sync_every: int | None = None,
         shard_optimizer_state: bool = False,
         shard_weights: bool = False,
-        shard_weights_min_bytes: int = 64 << 10,
+        shard_weights_min_bytes: int = 65536,
         batch_statistics: str = "global",
         allow_plain_models: bool = False,
         partition_functions: bool = True,

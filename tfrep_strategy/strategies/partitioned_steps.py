@@ -17,6 +17,7 @@ from tfrep_strategy.partitioner.planner import ON_PURPOSE
 from tfrep_strategy.partitioner.step import Given, line_of
 from tfrep_strategy.partitioner.values import OwnRows
 from tfrep_strategy.strategies.one_device import OneDeviceTrace, Results, hears_of_steps, one_replica
+from tfrep_strategy.strategies.variables import ShardedWeight
 
 
 class PartitionedSteps:
@@ -252,6 +253,9 @@ def _as_one_device(extended: Any) -> Iterator[None]:
     for variable, value in [(v, v.read_value()) for v in own()[0]]:
         variable.values[0].assign(value)
     yield
+    for variable in extended.own_of_replicas(tf.VariableAggregation.NONE)[0]:
+        if isinstance(variable, ShardedWeight):
+            variable.end_eager_step()
     sums, means = own()
     for variable in sums:  # Rank 0's value counts.
         variable.assign(tf.identity(variable.values[0]))

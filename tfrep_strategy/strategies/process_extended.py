@@ -35,7 +35,7 @@ from tfrep_strategy.strategies import in_sync
 from tfrep_strategy.strategies.extended import SynchronousExtended, gathered, without_rows
 from tfrep_strategy.strategies.in_sync import check_order, own_random_operations, share_random_state
 from tfrep_strategy.strategies.replica_context import ProcessReplicaContext
-from tfrep_strategy.strategies.variables import PartVariable, ReplicaVariable, is_sum
+from tfrep_strategy.strategies.variables import PartVariable, ReplicaVariable, ShardedWeight, is_sum
 
 _POLICIES = tf.data.experimental.AutoShardPolicy
 
@@ -190,6 +190,9 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
         return self._replica_ctx_all_reduce(reduce_op, tf.nest.map_structure(local, value))
 
     def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
+        if isinstance(var, ShardedWeight):  # Its part has another shape.
+            result = fn(var, *args, **kwargs)
+            return result if group else (result,)
         return super()._update(self._local_results(var)[0], fn, args, kwargs, group)
 
     def _replica_ctx_update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
@@ -321,6 +324,20 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
             yield
         finally:
             self.new_variables, self._acts_alone = before, False
+
+    def initial_on_all(self, value: tf.Tensor) -> tf.Tensor:
+        described = f"{value.dtype.name}{value.shape}"
+        of_all = self.all_gather_object(described)
+        if len(set(of_all)) > 1:
+            raise DesyncError(
+                message(
+                    "The ranks make different weights.",
+                    hint="make the same variables in the same order on all ranks.",
+                    code="TFREP-E022",
+                    weights=of_all,
+                )
+            )
+        return self._communicator.broadcast([value])[0]
 
     def collect_parts(self, reads: bool = True) -> None:
         kept, sums, firsts = self.own_of_replicas(_A.NONE, _A.SUM, _A.ONLY_FIRST_REPLICA)

@@ -294,6 +294,11 @@ class PartVariable(ReplicaVariable):
         return self._distribute_strategy._is_one_replica and not tf.executing_eagerly()
 
     @property
+    def _stands_in(self) -> bool:
+        """Whether another variable is read and assigned in its place."""
+        return self._is_traced
+
+    @property
     def _extended(self) -> Any:
         """The `extended` of the strategy, also while a one-device step runs."""
         extended = self._distribute_strategy.extended
@@ -333,9 +338,9 @@ class PartVariable(ReplicaVariable):
         self.assign(whole)
 
     def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
-        if self._is_traced:
+        if self._stands_in:
             return self._primary.assign(value, use_locking, name, read_value)
-        if not _outside_replicas():
+        if not self._is_read_whole:
             return super().assign(value, use_locking=use_locking, name=name, read_value=read_value)
         return self._assign_to_all(value)
 
@@ -350,14 +355,14 @@ class PartVariable(ReplicaVariable):
         return value
 
     def assign_add(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._is_traced:
+        if self._stands_in:
             return self._primary.assign_add(value, *args, **kwargs)
-        return self.assign(self + value) if _outside_replicas() else super().assign_add(value, *args, **kwargs)
+        return self.assign(self + value) if self._is_read_whole else super().assign_add(value, *args, **kwargs)
 
     def assign_sub(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._is_traced:
+        if self._stands_in:
             return self._primary.assign_sub(value, *args, **kwargs)
-        return self.assign(self - value) if _outside_replicas() else super().assign_sub(value, *args, **kwargs)
+        return self.assign(self - value) if self._is_read_whole else super().assign_sub(value, *args, **kwargs)
 
     def scatter_add(self, slices: tf.IndexedSlices, *args: Any, **kwargs: Any) -> Any:
         return self._scatter("scatter_add", tf.tensor_scatter_nd_add, slices)
@@ -369,9 +374,9 @@ class PartVariable(ReplicaVariable):
         return self._scatter("scatter_update", tf.tensor_scatter_nd_update, slices)
 
     def _scatter(self, method: str, scattered: Callable[..., tf.Tensor], slices: tf.IndexedSlices) -> Any:
-        if self._is_traced:
+        if self._stands_in:
             return getattr(self._primary, method)(slices)
-        if not _outside_replicas():
+        if not self._is_read_whole:
             return getattr(self._get_on_device_or_primary(), method)(slices)
         return self.assign(scattered(self.read_value(), slices.indices[:, tf.newaxis], slices.values))
 
@@ -385,10 +390,21 @@ class PartVariable(ReplicaVariable):
     def value(self) -> Any:
         return self._get_cross_replica() if self._runs_as_one else super().value()
 
+    def read_value(self) -> Any:
+        return self._get_cross_replica() if self._runs_as_one else super().read_value()
+
+    def _get(self) -> Any:
+        return self._get_cross_replica() if self._runs_as_one else super()._get()
+
     def _dense_var_to_tensor(self, dtype: Any = None, name: Any = None, as_ref: bool = False) -> Any:
         if self._runs_as_one:
             return tf.convert_to_tensor(self._get_cross_replica(), dtype, name=name)
         return super()._dense_var_to_tensor(dtype=dtype, name=name, as_ref=as_ref)
+
+    @property
+    def _is_read_whole(self) -> bool:
+        """Whether it is outside replicas, or a one-device step runs eagerly, whose optimizer updates the whole."""
+        return self._runs_as_one or _outside_replicas()
 
     @property
     def _runs_as_one(self) -> bool:
@@ -422,7 +438,7 @@ class ShardedWeight(PartVariable):
     """A weight of which each replica holds its part. A program reads and assigns the whole.
 
     In the trace of a one-device step it has its whole shape, and the partitioned step gathers it where an operation reads it.
-    Outside replicas it is gathered, as each `PartVariable`. A replica that runs a step of its own cannot read it.
+    Outside replicas it is gathered, as each `PartVariable`. A function under `strategy.run` cannot read it.
     """
 
     def __init__(self, strategy: Any, values: Any, aggregation: Any, var_policy: Any = None, cut: Cut | None = None) -> None:
@@ -450,7 +466,7 @@ class ShardedWeight(PartVariable):
     @property
     def handle(self) -> Any:
         """The handle by which a tape finds its gradient, in the trace of a step or in an eager one."""
-        if not self._distribute_strategy._is_one_replica:
+        if not self._stands_in:
             raise ConfigurationError(
                 message(
                     "The gradient of a sharded weight is wanted outside a step that replicas share.",
@@ -462,7 +478,15 @@ class ShardedWeight(PartVariable):
 
     @property
     def _primary(self) -> Any:
-        if not self._distribute_strategy._is_one_replica:
+        if not self._stands_in:
+            if stands_for_its_copies():
+                raise ConfigurationError(
+                    message(
+                        "A model whose weights are sharded cannot be exported.",
+                        hint="save it with model.save, load the file outside the scope, and export that.",
+                        variable=self.values[0].name,
+                    )
+                )
             return self.values[0]
         if tf.executing_eagerly():
             if self._whole is None:
@@ -480,10 +504,13 @@ class ShardedWeight(PartVariable):
             whole, self._whole = self._whole, None
             self._assign_to_all(whole.read_value())
 
-    def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
-        if self._runs_as_one:
-            return self._primary.assign(value)
-        return super().assign(value, use_locking, name, read_value)
+    @property
+    def _stands_in(self) -> bool:
+        return bool(self._distribute_strategy._is_one_replica)
+
+    @property
+    def device(self) -> str:
+        return str(self.values[0].device)
 
     def _get_cross_replica(self) -> Any:
         return self._primary.value() if self._runs_as_one else super()._get_cross_replica()
@@ -492,12 +519,12 @@ class ShardedWeight(PartVariable):
         return self._get_on_device_or_primary()
 
     def _get_on_device_or_primary(self) -> Any:
-        if self._distribute_strategy._is_one_replica:
+        if self._stands_in:
             return self._primary
         raise ConfigurationError(
             message(
-                "A replica that runs a step of its own cannot read or assign a weight that is sharded.",
-                hint="train with fit or a @tf.function that is called in the scope, not with strategy.run; or leave out shard_weights.",
+                "A function under strategy.run cannot read or assign a weight that is sharded.",
+                hint="train with fit or a @tf.function that is called in the scope, without strategy.run.",
                 variable=self.name,
             )
         )

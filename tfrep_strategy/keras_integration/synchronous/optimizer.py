@@ -26,7 +26,7 @@ _BY_ELEMENTS = ("SGD", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adama
 """Keras's optimizers that update each element of a variable independently. Others need whole variables."""
 
 _NOT_CUT = ("gradient_accumulator", "average")
-"""Slots of any optimizer that every replica holds whole."""
+"""Slots of any optimizer that every replica holds whole, except the averages of sharded weights."""
 
 
 class ShardedUpdates(SynchronousBase):
@@ -55,6 +55,8 @@ class ShardedUpdates(SynchronousBase):
     def cut_of_slot(self, optimizer: Any, variable: Any, name: str | None) -> sharding.Cut | None:
         """Returns the part of a slot that each replica holds; None if each holds all of it."""
         size = self.num_replicas
+        if self.shards and name == "average" and is_sharded(variable):
+            return sharding.Even(variable.shape, size, is_whole_where_read=True)
         if not self.shards or name in _NOT_CUT:
             return None
         if is_by_elements(optimizer):
@@ -94,7 +96,7 @@ class ShardedUpdates(SynchronousBase):
             return
         cuts = [sharding.Even(variable.shape, self.num_replicas) for variable in variables]
         parts = [
-            _Part(self.own_part(cut, tf.convert_to_tensor(variable)), optimizer._var_key(variable))
+            Part(self.own_part(cut, tf.convert_to_tensor(variable)), optimizer._var_key(variable))
             for cut, variable in zip(cuts, variables, strict=True)
         ]
         own = [
@@ -138,11 +140,11 @@ class ShardedUpdates(SynchronousBase):
                 each.assign(value)
 
 
-class _Part:
-    """Stands for a variable in an update, which reads and assigns this replica's part of it."""
+class Part:
+    """Stands for a variable in an update, which reads and assigns this replica's part of it, or a whole value."""
 
-    def __init__(self, value: tf.Tensor, key: Any) -> None:
-        self.value, self._unique_id = value, key
+    def __init__(self, value: tf.Tensor, key: Any, path: str = "") -> None:
+        self.value, self._unique_id, self.path = value, key, path
 
     @property
     def dtype(self) -> tf.DType:
@@ -184,6 +186,11 @@ def is_by_elements(optimizer: Any) -> bool:
     """Returns whether an optimizer updates each element of a variable independently."""
     update = type(optimizer).update_step
     return any(update is getattr(keras.optimizers, name).update_step for name in _BY_ELEMENTS if hasattr(keras.optimizers, name))
+
+
+def is_sharded(variable: Any) -> bool:
+    """Returns whether each replica holds a part of a variable only, which is whole where it is read."""
+    return bool(getattr(getattr(getattr(variable, "value", None), "cut", None), "is_whole_where_read", False))
 
 
 def _module_of(name: str) -> str:

@@ -18,7 +18,7 @@ from tfrep_strategy.communicators import sharding
 from tfrep_strategy.core.scoped import Setting
 from tfrep_strategy.errors import warn
 from tfrep_strategy.keras_integration.synchronous.base import SynchronousBase, overwrites
-from tfrep_strategy.keras_integration.synchronous.optimizer import ShardedUpdates, factors, update_each
+from tfrep_strategy.keras_integration.synchronous.optimizer import Part, ShardedUpdates, factors, is_sharded, update_each
 from tfrep_strategy.partitioner import marks
 
 
@@ -229,17 +229,28 @@ class TracedStep(Placement, ShardedUpdates, OwnStatistics):
     def update_own(
         self, optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], learning_rate: Any, owners: Sequence[int]
     ) -> None:
+        given = [
+            Part(tf.convert_to_tensor(v), optimizer._var_key(v), v.path) if is_sharded(v) else v for v in variables
+        ]  # Only whole values can be read in a branch that one replica takes.
         for owner in sorted(set(owners)):
             own = [i for i, each in enumerate(owners) if each == owner]
+            parts = [given[i] for i in own if isinstance(given[i], Part)]
+            before = [part.value for part in parts]
 
-            def update(own: Sequence[int] = own) -> tf.Tensor:
-                update_each(optimizer, [grads[i] for i in own], [variables[i] for i in own], learning_rate)
-                return tf.constant(0)
+            def update(own: Sequence[int] = own, parts: Sequence[Part] = parts) -> list[tf.Tensor]:
+                update_each(optimizer, [grads[i] for i in own], [given[i] for i in own], learning_rate)
+                return [tf.constant(0), *(part.value for part in parts)]
 
-            tf.cond(tf.equal(self._traced.replica(), owner), update, lambda: tf.constant(0))
-        for owner, variable in zip(owners, variables, strict=True):
-            for each in (variable, *factors(optimizer, variable)):
-                each.assign(self._traced.of_owner(owner, tf.convert_to_tensor(each)))
+            def keep(before: Sequence[tf.Tensor] = before) -> list[tf.Tensor]:
+                return [tf.constant(0), *map(tf.identity, before)]
+
+            _, *updated = tf.cond(tf.equal(self._traced.replica(), owner), update, keep)
+            for part, value in zip(parts, updated, strict=True):
+                part.value = value
+        for owner, variable, each in zip(owners, variables, given, strict=True):
+            variable.assign(self._traced.of_owner(owner, tf.convert_to_tensor(each)))
+            for factor in factors(optimizer, variable):
+                factor.assign(self._traced.of_owner(owner, tf.convert_to_tensor(factor)))
 
 
 def _accumulates_addends(optimizer: Any) -> bool:

@@ -21,7 +21,8 @@ _OF_HANDLES = _WRITES | {
 """Operations that may have the handle of a sharded weight."""
 
 _BY_ELEMENTS = frozenset({
-    "Abs", "Add", "AddN", "AddV2", "Cast", "DivNoNan", "Maximum", "Minimum", "Mul", "Neg", "RealDiv", "Sign", "Sqrt", "Square", "Sub",
+    "Abs", "Add", "AddN", "AddV2", "Cast", "DivNoNan", "Maximum", "Minimum", "Mul", "Neg", "RealDiv", "Sign", "Sqrt", "Square",
+    "Sub",
 })  # fmt: skip
 """Operations whose results stay in parts. Others of this kind are computed on the whole."""
 
