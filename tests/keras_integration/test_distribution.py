@@ -180,7 +180,9 @@ def test_files_are_those_of_one_device(tmp_path: Path) -> None:
     set_distribution(None)
     alone = keras.saving.load_model(tmp_path / "model.keras")
     np.testing.assert_allclose(alone.predict(_WORDS, verbose=0), found["predicted"], atol=1e-5)
-    np.testing.assert_allclose(alone.fit(_WORDS, _KINDS, batch_size=8, shuffle=False, verbose=0).history["loss"], going_on, rtol=1e-4)
+    np.testing.assert_allclose(
+        alone.fit(_WORDS, _KINDS, batch_size=8, shuffle=False, verbose=0).history["loss"], going_on, rtol=1e-4
+    )
     set_distribution(_model_parallel(1, 2))
     other = _block()
     other.load_weights(tmp_path / "own.weights.h5")

@@ -184,9 +184,7 @@ def cut_of_layout(variable: Any, value: Any, replicas: int) -> Along | None:
     axes.sort(key=lambda axis: layout.axes[axis] == current.batch_dim_name)  # Which axis is split decides how products are summed.
     found = next((axis for axis in axes if shape[axis] and shape[axis] % replicas == 0), None)
     if axes and found is None:
-        warn(
-            f"{variable.path} {list(shape)} stays whole on each device: {replicas} devices do not divide an axis that its layout names."
-        )
+        warn(f"{variable.path} {list(shape)} stays whole: {replicas} devices do not divide an axis that its layout splits.")
     return None if found is None else Along(shape, replicas, found)
 
 

@@ -89,6 +89,8 @@ class Planner(Values):
         """The graphs and plans of the bodies of loops and branches, by the names of operations; no plan for a loop over rows."""
         self.beside: dict[int, int] = {}
         """The numbers in placements of rows that are sharded beside those of the batch, by their sizes."""
+        self.parts_of_layouts = 0
+        """The number of parts of weights that layouts shard; 0 if none does."""
         self.has_own_batch = False
         """Whether the rows belong to a batch that begins in this graph."""
         self._controls: dict[str, list[Any]] = {}
@@ -187,7 +189,7 @@ class Planner(Values):
     def settle_items(self, tensor: Any) -> None:
         """Replicates a list whose elements are rows, and rows that data have chosen."""
         value = self.value(tensor)
-        if isinstance(value.placement, Shard) and value.placement.rows:
+        if isinstance(value.placement, Shard) and value.placement.rows > 0:
             self.put(tensor, REPLICATE, self.replicated(tensor))
         elif isinstance(value.placement, Items):
             self.without_rule.setdefault("TensorListFromTensor", tensor.op)
@@ -204,7 +206,7 @@ class Planner(Values):
         Returns:
             Whether there were no other rows.
         """
-        if any(isinstance(value.placement, Shard) for value in self.values.values()):
+        if any(isinstance(each.placement, Shard) and each.placement.rows != OF_LAYOUT for each in self.values.values()):
             return False
         total = self.program.add("Slice", self.program.add("Shape", whole), [0], [1])
         self.rows = self._shared_by(self.program.add("Squeeze", total, squeeze_dims=[0]), replicas)
@@ -218,7 +220,7 @@ class Planner(Values):
 
     def begin_layouts(self, replicas: int) -> None:
         """Allows placements along the parts of weights: each replica has one part."""
-        constant, replica = self.program.constant, self.rows.replica
+        self.parts_of_layouts, constant, replica = replicas, self.program.constant, self.rows.replica
         self.chosen[OF_LAYOUT] = OwnRows(replica, constant(1), constant(replicas), replica)
         self.chosen[WHOLE] = OwnRows(constant(0), self.rows.total, self.rows.total, replica)
 
@@ -370,7 +372,7 @@ class Planner(Values):
         """Returns a planner for the graph of a function that is called with tensors of this one."""
         inner = Planner(self.program, self.rows, self.local_replicas)
         inner.without_rule, inner._accesses, inner.traced_rows = self.without_rule, self._accesses, self.traced_rows
-        inner.chosen, inner.beside = self.chosen, self.beside
+        inner.chosen, inner.beside, inner.parts_of_layouts = self.chosen, self.beside, self.parts_of_layouts
         for own, given in zip(graph.inputs, tensors, strict=True):
             self.hand_over(self, given, inner, own)
         return inner

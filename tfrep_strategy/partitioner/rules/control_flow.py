@@ -61,7 +61,7 @@ class Entry:
 def entry(plan: Planner, tensor: Any, has_whole: bool = False) -> Entry:
     """Returns the knowledge about a tensor. Rows that data have chosen enter and leave a body as whole tensors."""
     value, sizes, dims = plan.value(tensor), plan.sizes_of(tensor), plan.dims(tensor)
-    placement = REPLICATE if isinstance(value.placement, Shard) and value.placement.rows else value.placement
+    placement = REPLICATE if isinstance(value.placement, Shard) and value.placement.rows > 0 else value.placement
     held = None if sizes is None else (sizes.shape, *map(_known_inside, sizes.ravel()))
     varies = value.local.varies and isinstance(value.placement, Replicate)
     known = None if dims is None else tuple(map(_known_inside, dims))
@@ -73,10 +73,10 @@ def result(plan: Planner, tensor: Any) -> Entry:
     known = entry(plan, tensor)
     if not plan.has_own_batch:
         return known
-    in_rows = isinstance(known.placement, (Shard, Items))
+    in_rows = isinstance(known.placement, Items) or (isinstance(known.placement, Shard) and known.placement.rows == 0)
 
     def outside(sizes: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
-        return None if sizes is None else tuple(None if isinstance(size, Rows) else size for size in sizes)
+        return None if sizes is None else tuple(None if isinstance(size, Rows) and size.rows == 0 else size for size in sizes)
 
     return dataclasses.replace(
         known,
@@ -88,7 +88,7 @@ def result(plan: Planner, tensor: Any) -> Entry:
 
 
 def _known_inside(size: Size) -> Size:
-    return None if isinstance(size, Rows) and size.rows else size
+    return None if isinstance(size, Rows) and size.rows > 0 else size
 
 
 def put_entry(plan: Planner, tensor: Any, known: Entry, local: Tensor) -> None:
@@ -114,6 +114,8 @@ def planned(plan: Planner, graph: Any, entries: Sequence[Entry]) -> Planner:
     rows = OwnRows(*(program.argument(tf.int32, []) for _ in range(ROWS)))
     inner = Planner(program, rows, plan.local_replicas)
     inner.traced_rows = plan.traced_rows
+    if plan.parts_of_layouts:
+        inner.begin_layouts(plan.parts_of_layouts)
     for tensor, each in zip(graph.inputs, entries, strict=True):
         put_entry(inner, tensor, each, program.argument(tensor.dtype))
     for tensor, each in zip(graph.inputs, entries, strict=True):
