@@ -5,14 +5,18 @@ from __future__ import annotations
 import functools
 import os
 import re
+import resource
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
+import psutil
 import pytest
 import tensorflow as tf
+from calling import command
 from lanes import in_lane
 from raising import refuses
 from sharded_training import OPTIMIZERS, after_two_epochs, fit, go_on, made, on_one_device, rows, same, save, state, trained
@@ -91,6 +95,50 @@ def test_a_weight_takes_its_part_of_the_memory() -> None:
         is_large = len(weight.shape) == 2
         assert [copy.size for copy in copies] == [whole // 2 if is_large else whole] * 2
         assert isinstance(weight.value, ShardedWeight) == is_large
+
+
+_LIMIT = 1400 << 20
+"""Bytes of addresses that a process may take beyond what TensorFlow has taken."""
+
+
+def _fit_large(limit: int | None = None) -> list[float]:
+    """Trains a model whose weights and slots take 1.5 GB."""
+    keras.utils.set_random_seed(1)
+    x = np.ones((16, 2048), "float32")
+    small = keras.Sequential([keras.layers.Dense(1)])
+    small.compile("adam", "mse")
+    small.fit(x, x[:, :1], batch_size=16, verbose=0)  # Starts threads.
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    if limit is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + limit, before[1]))
+    try:
+        layers = [keras.layers.Dense(2048, use_bias=False) for _ in range(30)]
+        model = keras.Sequential([keras.Input((2048,)), *layers])
+        model.compile(keras.optimizers.Adam(1e-6), "mse")
+        return [float(loss) for loss in model.fit(x, x, batch_size=16, epochs=2, verbose=0).history["loss"]]
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def _fit_within_limit() -> None:
+    _fit_large(_LIMIT)
+
+
+def _fit_in_parts_within_limit(strategy: Any) -> list[float]:
+    with sharded(strategy).scope():
+        return _fit_large(_LIMIT)
+
+
+@pytest.mark.lane("sharded_training")
+def test_four_processes_hold_what_one_cannot(worker_pool: Any) -> None:
+    alone = subprocess.run(command(_fit_within_limit), capture_output=True, text=True, timeout=300, check=False)
+    assert alone.returncode != 0
+    assert re.search("OOM|[Oo]ut of memory|bad_alloc|allocate", alone.stderr), alone.stderr[-3000:]
+    losses = worker_pool("shared_memory", 4).run(_fit_in_parts_within_limit)
+    expected = _fit_large()
+    assert expected[1] < expected[0]
+    for found in losses:
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def test_each_layer_gathers_its_weights_again() -> None:

@@ -18,7 +18,8 @@ _ARRAY = re.compile(r"array with shape \(([\d, ]*)\) and data type (\w+)")
 _BYTES = re.compile(r"allocate (\d+) ?[Bb]ytes")
 _HINT = (
     "Hint: use a smaller batch_size; or batches of 1/N with gradient_accumulation_steps=N of the optimizer; or"
-    " shard_optimizer_state=True of the strategy, by which each replica keeps its part of the optimizer's state."
+    " shard_optimizer_state=True of the strategy, by which each replica keeps its part of the optimizer's state, and with"
+    " shard_weights=True its part of the weights."
 )
 _MOST_NAMED = 3
 

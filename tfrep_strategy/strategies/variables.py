@@ -285,7 +285,7 @@ class PartVariable(ReplicaVariable):
             with tf.device(device):
                 if whole is None:
                     whole = tf.convert_to_tensor(initial() if callable(initial) else initial, kwargs.get("dtype"))
-                parts.append(creator(initial_value=cut.part(whole, replica), **kwargs))
+                parts.append(creator(initial_value=_apart(cut.part(whole, replica)), **kwargs))
         return cls(extended.strategy, parts, tf.VariableAggregation.NONE, cut=cut)
 
     @property
@@ -351,7 +351,7 @@ class PartVariable(ReplicaVariable):
             self.held, self.assigned_alone = value.numpy(), True
         for replica, part in enumerate(self.values, start=extended.first_local_replica):
             with tf.device(part.device):
-                part.assign(self.cut.part(value, replica))
+                part.assign(_apart(self.cut.part(value, replica)))
         return value
 
     def assign_add(self, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -528,6 +528,11 @@ class ShardedWeight(PartVariable):
                 variable=self.name,
             )
         )
+
+
+def _apart(part: tf.Tensor) -> tf.Tensor:
+    """Copies a part. TensorFlow would keep the whole tensor in memory, of which the part is a slice."""
+    return tf.raw_ops.DeepCopy(x=part)
 
 
 def _outside_replicas() -> bool:
