@@ -12,16 +12,18 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from raising import refuses
 
 from tfrep_strategy.cluster.rendezvous import meeting
+from tfrep_strategy.cluster.rendezvous.channel import _HELLO, LONGEST, Channel, Schema, introduced
 from tfrep_strategy.cluster.rendezvous.confinement import confine, problem_of_confining
-from tfrep_strategy.cluster.rendezvous.connections import connection_of, free_ports, prove
+from tfrep_strategy.cluster.rendezvous.connections import free_ports
 from tfrep_strategy.cluster.rendezvous.introductions import Place, Statement
-from tfrep_strategy.cluster.rendezvous.meeting import Met, _Host, meet, shared_secret
+from tfrep_strategy.cluster.rendezvous.meeting import _TO_GUESTS, Met, Refusal, _Host, meet, shared_secret
 from tfrep_strategy.errors import ConfigurationError, PeerError
 
 pytestmark = pytest.mark.lane("quick")
@@ -178,15 +180,11 @@ def test_another_version_of_this_package(start: Start, address: str) -> None:
     """What it states besides is not read."""
     host, place = start(0), Place(address, 1, 2, one_machine=True)
     until_listening(*place.target)
-    stated = json.loads(Statement.of(place, {}).to_json("127.0.0.1")) | {"more": 1}
+    stated = asdict(Statement.of(place, {})) | {"more": 1}
     stated["versions"]["tfrep_strategy"] = "99"
-    with connection_of(socket.create_connection(place.target), 5) as other:
-        prove(other, SECRET, listens=False)
-        other.send_bytes(json.dumps(stated).encode())
+    with introduced(socket.create_connection(place.target), SECRET, _TO_GUESTS, 5, "statement", stated) as other:
         check_refused([host], "has tfrep_strategy 99, and rank 0")
-        kind, told = json.loads(other.recv_bytes())
-    assert kind == "error"
-    assert told == {"text": str(host.exception()), "lost": False}
+        assert other.receive() == ("error", Refusal(str(host.exception()), lost=False))
 
 
 def test_another_secret(start: Start) -> None:
@@ -354,11 +352,11 @@ def test_nothing_is_read_before_the_proof(start: Start, address: str) -> None:
     """A statement without a proof is no statement."""
     host, target = start(0), Place(address, 0, 2).target
     until_listening(*target)
-    with connection_of(socket.create_connection(target), 5) as intruder:
-        intruder.send_bytes(b"x" * 16)
-        intruder.send_bytes(json.dumps({"number": 1, "count": 2, "who": "?", "versions": {}, "told": {}}).encode())
-        assert intruder.recv_bytes().startswith(b"#CHALLENGE#")
-        assert intruder.recv_bytes() == b"#FAILURE#"
+    with Channel(socket.create_connection(target), Schema({}), 5) as intruder:
+        intruder.send_written(_HELLO + b"x" * 64)
+        intruder.send("statement", Statement.of(Place(address, 1, 2), {}))
+        assert intruder._received(LONGEST).startswith(_HELLO)
+        assert intruder._received(LONGEST) == b"another secret"
         with pytest.raises((EOFError, ConnectionResetError)):
-            intruder.recv_bytes()
+            intruder.receive()
         assert start(1).result(LIMIT) == host.result(LIMIT)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib.metadata
-import json
 import math
 import os
 import queue
@@ -13,14 +12,13 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tfrep_strategy._version import __version__
-from tfrep_strategy.cluster.rendezvous.connections import LOOPBACK, connection_of, duplicate, is_loopback, prove
+from tfrep_strategy.cluster.rendezvous.channel import LONGEST, Channel, Schema, WrongSecretError
+from tfrep_strategy.cluster.rendezvous.connections import LOOPBACK, is_loopback
 from tfrep_strategy.core.validation import Address, checked
 from tfrep_strategy.errors import ConfigurationError, message
 
@@ -91,20 +89,6 @@ class Statement:
         """Returns the statement of this process."""
         who = f"{socket.gethostname()}, process {os.getpid()}"
         return cls(place.number, place.count, who, versions(), dict(told), mark=secrets.token_hex(8))
-
-    @classmethod
-    def from_json(cls, text: bytes) -> Statement:
-        """Reads a statement. One from another version may have more fields, or no mark.
-
-        Raises:
-            KeyError, TypeError, ValueError: It is not a statement.
-        """
-        said = json.loads(text)
-        return cls(**{each.name: said[each.name] for each in fields(cls) if each.name in said})
-
-    def to_json(self, host: str) -> bytes:
-        """Returns the statement, with the address from which it is sent."""
-        return json.dumps(asdict(replace(self, host=host))).encode()
 
 
 def versions() -> dict[str, str]:
@@ -230,6 +214,7 @@ _MOST_AT_ONCE = 256
 _TURN_SECONDS = 1.0
 """Seconds after which the greeted connections are closed, if none of them has finished and others wait."""
 _LOOK_SECONDS = 0.2
+_LONGEST_FIRST = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -237,13 +222,13 @@ class Guest:
     """A process that has connected.
 
     Attributes:
-        connection: The connection. It is closed if the process has another secret.
+        channel: The connection. It is closed if the process has another secret.
         address: Its address.
         reached: The address of this machine at which it came.
-        said: Its first message after the proof; None if it has another secret.
+        said: The content of its first message after the proof; None if it has another secret.
     """
 
-    connection: Connection
+    channel: Channel
     address: str
     reached: str
     said: Any = None
@@ -256,13 +241,13 @@ class Reception:
         server: The socket where they connect. The reception closes it.
         key: Shared secret.
         seconds: How long each may take.
-        hear: Reads the first message. A process whose message it cannot read is dropped.
+        schema: The messages that it may send. A process whose first message is none of them is dropped.
     """
 
-    def __init__(self, server: socket.socket, key: bytes, seconds: int, hear: Callable[[Connection], Any]) -> None:
-        self._server, self._key, self._seconds, self._hear = server, key, seconds, hear
+    def __init__(self, server: socket.socket, key: bytes, seconds: int, schema: Schema) -> None:
+        self._server, self._key, self._seconds, self._schema = server, key, seconds, schema
         self._guests: queue.SimpleQueue[Guest] = queue.SimpleQueue()
-        self._deadlines: dict[Connection, float] = {}  # Of connections that are being greeted, in the order of arrival.
+        self._deadlines: dict[Channel, float] = {}  # Of connections that are being greeted, in the order of arrival.
         self._lock = threading.Condition()
         self._is_closed = False
         self._thread = threading.Thread(target=self._accept, daemon=True, name="tfrep-reception")
@@ -290,7 +275,7 @@ class Reception:
         self._server.close()
         self._give_up(math.inf)
         for guest in self.guests(0.0):
-            guest.connection.close()
+            guest.channel.close()
 
     def _accept(self) -> None:
         self._server.settimeout(_LOOK_SECONDS)
@@ -301,43 +286,37 @@ class Reception:
 
     def _begin(self, peer: socket.socket, address: Any) -> None:
         reached = peer.getsockname()[0].removeprefix("::ffff:")
-        connection = connection_of(peer, self._seconds)
+        channel = Channel(peer, self._schema, self._seconds, _LONGEST_FIRST)
         with self._lock:
             while len(self._deadlines) == _MOST_AT_ONCE and not self._is_closed:
                 if not self._lock.wait(_TURN_SECONDS):
                     for silent in self._deadlines:
-                        _hang_up(silent)
+                        silent.interrupt()
                     self._deadlines.clear()
-            self._deadlines[connection] = time.monotonic() + self._seconds
-        guest = Guest(connection, address[0], reached)
+            self._deadlines[channel] = time.monotonic() + self._seconds
+        guest = Guest(channel, address[0], reached)
         threading.Thread(target=self._greet, args=(guest,), daemon=True, name="tfrep-greeting").start()
 
     def _give_up(self, now: float) -> None:
         with self._lock:
-            for connection, deadline in self._deadlines.items():
+            for channel, deadline in self._deadlines.items():
                 if now > deadline:
-                    _hang_up(connection)
+                    channel.interrupt()
 
     def _greet(self, guest: Guest) -> None:
-        connection = guest.connection
-        greeted = None
+        channel, greeted = guest.channel, None
         try:
-            prove(connection, self._key, listens=True)
-            greeted = Guest(connection, guest.address, guest.reached, self._hear(connection))
-        except AuthenticationError:
+            channel.admit(self._key)
+            greeted = replace(guest, said=channel.receive()[1])
+            channel.longest = LONGEST
+        except WrongSecretError:
             greeted = guest
-        except Exception:  # Another program may connect and send anything.
+        except (OSError, EOFError):  # Another program may connect and send anything.
             pass
         with self._lock:
-            self._deadlines.pop(connection, None)
+            self._deadlines.pop(channel, None)
             self._lock.notify_all()
             if greeted is None or greeted is guest or self._is_closed:
-                connection.close()
+                channel.close()
             if greeted is not None and not self._is_closed:
                 self._guests.put(greeted)
-
-
-def _hang_up(connection: Connection) -> None:
-    """Ends a read of another thread from a connection."""
-    with contextlib.suppress(OSError), duplicate(connection.fileno()) as own:
-        own.shutdown(socket.SHUT_RDWR)
