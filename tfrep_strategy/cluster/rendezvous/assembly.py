@@ -21,7 +21,7 @@ from typing import Any
 
 from tfrep_strategy.cluster.rendezvous.channel import Channel, Schema, speaking
 from tfrep_strategy.cluster.rendezvous.connections import LOOPBACK, is_loopback
-from tfrep_strategy.cluster.rendezvous.introductions import Guest, Place, Reception, Statement, differing, listen, unusable
+from tfrep_strategy.cluster.rendezvous.introductions import Guest, Place, Reception, Statement, differing, listen_at, unusable
 from tfrep_strategy.cluster.rendezvous.meeting import LINE_SECONDS, Met, Refusal, given_up
 from tfrep_strategy.core.limits import machine_silence
 from tfrep_strategy.errors import message
@@ -251,7 +251,7 @@ class Assembly:
         self._place, self._least, self._seconds, self._decide = place, least, seconds, decide
         self._seconds_to_end = seconds_to_end
         try:
-            server, _ = listen(*place.target, one_machine=place.one_machine)
+            server, _ = listen_at(place)
         except OSError as error:
             raise unusable(place, error) from error
         self._reception = Reception(server, key, _GREETING_SECONDS, _TO_ASSEMBLY)

@@ -10,6 +10,7 @@ import os
 import queue
 import secrets
 import socket
+import struct
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,8 @@ class Place:
     """The meeting point of some processes, and the number of this one.
 
     Args:
-        address: "host:port" of process 0, as the others reach it.
+        address: "host:port" of process 0, as the others reach it; or "@" and a name that the kernel of one machine keeps, for
+            processes of one user. Such a name ends with the process.
         number: Number of this process, from 0.
         count: Number of processes.
         one_machine: Whether all are on this machine. They then meet on its loopback interface.
@@ -56,11 +58,19 @@ class Place:
     setting: str = "TFREP_SECRET_FILE"
 
     def __post_init__(self) -> None:
-        checked(Address, "rendezvous", self.address, hint="give the address at which the processes can meet.")
+        if not self.has_name:
+            checked(Address, "rendezvous", self.address, hint="give the address at which the processes can meet.")
 
     @property
-    def target(self) -> tuple[str, int]:
-        """The host and the port to which the others connect."""
+    def has_name(self) -> bool:
+        """Whether the kernel keeps the address, so that no network reaches it."""
+        return self.address.startswith("@")
+
+    @property
+    def target(self) -> tuple[str, int] | str:
+        """The host and the port to which the others connect; or the name."""
+        if self.has_name:
+            return "\0" + self.address[1:]
         host, _, port = self.address.rpartition(":")
         return LOOPBACK if self.one_machine else host.strip("[]"), int(port)
 
@@ -192,6 +202,29 @@ def listen(host: str, port: int, *, one_machine: bool) -> tuple[socket.socket, b
     return socket.create_server(("", port), backlog=_WAITING), False
 
 
+def listen_at(place: Place) -> tuple[socket.socket, bool]:
+    """Listens where process 0 is awaited, as `listen` does."""
+    target = place.target
+    if not isinstance(target, str):
+        return listen(*target, one_machine=place.one_machine)
+    server = socket.socket(socket.AF_UNIX)
+    try:
+        server.bind(target)
+        server.listen(_WAITING)
+    except OSError:
+        server.close()
+        raise
+    return server, True
+
+
+def is_of_user(peer: socket.socket) -> bool:
+    """Returns whether a process at the other end may be spoken to: over a local socket only one of this user."""
+    if peer.family != socket.AF_UNIX:
+        return True
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return struct.unpack("3i", credentials)[1] == os.geteuid()
+
+
 def unusable(place: Place, error: OSError) -> ConfigurationError:
     """Returns the error of process 0 if it cannot listen.
 
@@ -269,8 +302,12 @@ class Reception:
     def close(self) -> None:
         """Closes the server, and the connections that have not been taken."""
         self._is_closed = True
-        with contextlib.suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)  # Wakes the thread.
+        with contextlib.suppress(OSError):  # Wakes the thread, for which a local socket needs a guest.
+            if self._server.family == socket.AF_UNIX:
+                with socket.socket(socket.AF_UNIX) as last:
+                    last.connect(self._server.getsockname())
+            else:
+                self._server.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._server.close()
         self._give_up(math.inf)
@@ -285,7 +322,11 @@ class Reception:
             self._give_up(time.monotonic())
 
     def _begin(self, peer: socket.socket, address: Any) -> None:
-        reached = peer.getsockname()[0].removeprefix("::ffff:")
+        if self._is_closed or not is_of_user(peer):
+            peer.close()
+            return
+        is_local = peer.family == socket.AF_UNIX
+        reached = LOOPBACK if is_local else peer.getsockname()[0].removeprefix("::ffff:")
         channel = Channel(peer, self._schema, self._seconds, _LONGEST_FIRST)
         with self._lock:
             while len(self._deadlines) == _MOST_AT_ONCE and not self._is_closed:
@@ -294,7 +335,7 @@ class Reception:
                         silent.interrupt()
                     self._deadlines.clear()
             self._deadlines[channel] = time.monotonic() + self._seconds
-        guest = Guest(channel, address[0], reached)
+        guest = Guest(channel, LOOPBACK if is_local else address[0], reached)
         threading.Thread(target=self._greet, args=(guest,), daemon=True, name="tfrep-greeting").start()
 
     def _give_up(self, now: float) -> None:

@@ -33,7 +33,16 @@ from tfrep_strategy.cluster.rendezvous.channel import (
 )
 from tfrep_strategy.cluster.rendezvous.confinement import confine, machines_of_run
 from tfrep_strategy.cluster.rendezvous.connections import LOOPBACK, free_ports, is_loopback
-from tfrep_strategy.cluster.rendezvous.introductions import Guest, Place, Reception, Statement, listen, misfit, unusable
+from tfrep_strategy.cluster.rendezvous.introductions import (
+    Guest,
+    Place,
+    Reception,
+    Statement,
+    is_of_user,
+    listen_at,
+    misfit,
+    unusable,
+)
 from tfrep_strategy.core.limits import meeting_seconds
 from tfrep_strategy.errors import ConfigurationError, PeerError, TfrepError, message
 
@@ -145,7 +154,7 @@ LINE_SECONDS = 10.0
 """Interval at which a process reports for whom it waits."""
 _ANSWER_SECONDS, _SILENCES = 10, 2
 """Seconds to wait for an answer at the address, and unanswered attempts after which it belongs to another program."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
+_FIRST_PAUSE, _LONGEST_PAUSE, _LONGEST_LOCAL_PAUSE = 0.1, 5.0, 0.02
 
 T = TypeVar("T")
 
@@ -178,7 +187,7 @@ class Visit:
             ConfigurationError: Another program answers, or a process with another secret.
             PeerError: No process answered in time.
         """
-        pause, silences = _FIRST_PAUSE, 0
+        pause, silences = _LONGEST_LOCAL_PAUSE if self.place.has_name else _FIRST_PAUSE, 0
         while True:
             try:
                 return do()
@@ -195,7 +204,7 @@ class Visit:
                 self._next_line += LINE_SECONDS
                 _log.warning("Waiting at %s. %s.", self.place.address, problem)
             time.sleep(min(pause, self.deadline - now))
-            pause = min(1.5 * pause, _LONGEST_PAUSE)
+            pause = min(1.5 * pause, _LONGEST_LOCAL_PAUSE if self.place.has_name else _LONGEST_PAUSE)
 
     def enter(self, schema: Schema, patience: int | None = None) -> Channel:
         """Goes there once, and makes its statement.
@@ -212,11 +221,7 @@ class Visit:
             ConfigurationError: Another program answers, or a process with another secret.
         """
         patience = patience or _ANSWER_SECONDS
-        peer = socket.create_connection(self.place.target, timeout=patience)
-        own, other = peer.getsockname()[0], peer.getpeername()
-        if peer.getsockname() == other:  # A process that connects to a free port of this machine may get this very port.
-            peer.close()
-            raise ConnectionRefusedError("Connection refused")
+        peer, own = self._connected(patience)
         try:
             return introduced(peer, self.key, schema, patience, "statement", replace(self.own, host=own))
         except WrongSecretError:
@@ -232,6 +237,28 @@ class Visit:
             raise _Silence("The program that listens there is silent") from None
         except UnreadableError:
             raise self._other_program() from None
+
+    def _connected(self, patience: int) -> tuple[socket.socket, str]:
+        """Connects, and returns the own address."""
+        target = self.place.target
+        if isinstance(target, str):
+            peer = socket.socket(socket.AF_UNIX)
+            peer.settimeout(patience)
+            try:
+                peer.connect(target)
+            except OSError:
+                peer.close()
+                raise
+            own, is_right = LOOPBACK, is_of_user(peer)
+        else:
+            peer = socket.create_connection(target, timeout=patience)
+            own = peer.getsockname()[0]
+            # A process that connects to a free port of this machine may get this very port.
+            is_right = peer.getsockname() != peer.getpeername()
+        if not is_right:
+            peer.close()
+            raise ConnectionRefusedError("Connection refused")
+        return peer, own
 
     def _other_program(self) -> ConfigurationError:
         return ConfigurationError(
@@ -269,6 +296,8 @@ class _Silence(TimeoutError):
 
 _GREETING_SECONDS = 10
 """Seconds that process 0 waits for the proof and the statement of a process that has connected."""
+_GRACE_SECONDS = 2.0
+"""The additional time that other processes wait. Process 0 ends first, because it knows who is missing."""
 _LINGER_SECONDS = 10.0
 """Seconds in which process 0 sends an error to processes that come late."""
 _LOOK_SECONDS = 0.2
@@ -315,6 +344,7 @@ def meet(
     secret: bytes | None = None,
     seconds: float | None = None,
     guard: Callable[[socket.socket], None] | None = None,
+    then: Callable[[dict[int, Channel], list[Met]], None] = lambda channels, met: None,
 ) -> list[Met]:
     """Meets the other processes. Every one must call it.
 
@@ -324,6 +354,7 @@ def meet(
         secret: Default: from `shared_secret`.
         seconds: How long to wait for all of them. Default: from `meeting_seconds`.
         guard: Process 0 calls it with the socket at which it listens. It may keep other machines away.
+        then: Called with the open channels when all have come: process 0 has one to each of the others, and they have one to it.
 
     Returns:
         All processes, in the order of their numbers.
@@ -342,11 +373,14 @@ def meet(
         return [Met(LOOPBACK, dict(told))]
     key = secret or shared_secret(place.one_machine)
     visit = _Visit(place, Statement.of(place, told), key, meeting_seconds() if seconds is None else seconds)
+    visit.then = then
     return _Host(visit, guard).receive() if place.number == 0 else visit.until_all_have_come()
 
 
 class _Visit(Visit):
     """A process other than process 0 in the meeting."""
+
+    then: Callable[[dict[int, Channel], list[Met]], None]
 
     def until_all_have_come(self) -> list[Met]:
         """Goes there again and again, until it gets an answer."""
@@ -364,9 +398,10 @@ class _Visit(Visit):
         """
         with self.enter(_TO_GUESTS, patience) as channel:
             problem = f"{self.place.named([0])} has gone silent"
-            while channel.poll(max(0.0, min(silence or 3 * LINE_SECONDS, self.deadline - time.monotonic()))):
+            while channel.poll(max(0.0, min(silence or 3 * LINE_SECONDS, self.deadline + _GRACE_SECONDS - time.monotonic()))):
                 kind, content = channel.receive()
                 if kind == "all":
+                    self.then({0: channel}, content)
                     return content
                 if kind == "error":
                     raise content.error()
@@ -388,7 +423,7 @@ class _Host:
 
     def receive(self) -> list[Met]:
         try:
-            server, is_certain = listen(*self._place.target, one_machine=self._place.one_machine)
+            server, is_certain = listen_at(self._place)
         except OSError as error:
             self._look_for_another_host()
             raise unusable(self._place, error) from None
@@ -464,6 +499,7 @@ class _Host:
         statements = sorted([self._own, *self._here.values()], key=lambda each: each.number)
         all_met = [Met(self._own_host if is_loopback(each.host) else each.host, each.told) for each in statements]
         self._send("all", all_met)
+        self._visit.then({said.number: channel for channel, said in self._here.items()}, all_met)
         return all_met
 
     def _tell_error(self, error: Exception) -> None:
