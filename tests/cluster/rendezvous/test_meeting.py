@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from raising import refuses
@@ -227,6 +228,57 @@ def test_strangers_at_the_door(start: Start, address: str, monkeypatch: pytest.M
         strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n")
         strangers[1].close()
         assert start(1).result(LIMIT / 2) == host.result(LIMIT / 2)
+
+
+def test_a_statement_that_is_cut_off_keeps_nobody_waiting(start: Start, address: str) -> None:
+    """It comes from a process that knows the secret. Whether it hangs up or is silent then, rank 1 can still come."""
+    host, place = start(0), Place(address, 1, 2, one_machine=True)
+    until_listening(*place.target)
+    with contextlib.ExitStack() as stack:
+        for is_closed in (True, False):
+            channel = Channel(stack.enter_context(socket.create_connection(place.target)), _TO_GUESTS, 5)
+            channel.enter(SECRET)
+            channel._socket.sendall(b"\0\0\1\0statement\n[{")
+            if is_closed:
+                channel.close()
+        assert start(1).result(SOON) == host.result(SOON)
+
+
+def test_clocks_that_differ_by_a_day(start: Start, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import time\nnow = time.time\ntime.time = lambda: now() + 86_400\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    host = start(0, secret=shared_secret(one_machine=True))
+    with process(Place(address, 1, 2, one_machine=True)) as other:
+        assert json.loads(other.communicate(timeout=SOON)[0]) == ["127.0.0.1"] * 2
+    assert len(host.result(SOON)) == 2
+
+
+@pytest.mark.parametrize("says", [b"", b"SSH-2.0-OpenSSH_9.2p1\r\n"])
+def test_a_name_with_two_addresses(says: bytes, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the first of them another program listens, which hangs up."""
+    look_up, address = socket.getaddrinfo, ("127.0.0.2", free_ports(1, "127.0.0.2")[0])
+
+    def two(host: str, port: int, *others: Any, **more: Any) -> list[Any]:
+        if host != "two.example":
+            return look_up(host, port, *others, **more)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", each) for each in (address, ("127.0.0.1", port))]
+
+    def answer() -> None:
+        with server.accept()[0] as peer:
+            peer.sendall(says)
+
+    monkeypatch.setattr(socket, "getaddrinfo", two)
+    at = f"two.example:{free_ports(1, '')[0]}"
+    with socket.create_server(address) as server, ThreadPoolExecutor(1) as answering:
+        answering.submit(answer)
+        meetings = [start(number, 2, at, False) for number in range(2)]
+        assert [len(each.result(SOON)) for each in meetings] == [2, 2]
+
+
+def test_ipv6_alone(start: Start) -> None:
+    at = f"[::1]:{free_ports(1, '')[0]}"
+    meetings = [start(number, 2, at, False) for number in range(2)]
+    assert [len(each.result(SOON)) for each in meetings] == [2, 2]
 
 
 def test_a_stranger_at_the_address(start: Start, address: str) -> None:

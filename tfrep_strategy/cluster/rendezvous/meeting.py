@@ -220,10 +220,33 @@ class Visit:
             OSError, EOFError: No process listens there, or the connection broke.
             ConfigurationError: Another program answers, or a process with another secret.
         """
-        patience = patience or _ANSWER_SECONDS
-        peer, own = self._connected(patience)
+        target, problems = self.place.target, list[Exception]()
+        if isinstance(target, str):
+            addresses: list[tuple[Any, Any]] = [(socket.AF_UNIX, target)]
+        else:
+            addresses = [(family, each) for family, _, _, _, each in socket.getaddrinfo(*target, type=socket.SOCK_STREAM)]
+        for family, address in addresses:  # A name may have several, and another program may listen at one of them.
+            try:
+                return self._entered(family, address, schema, patience or _ANSWER_SECONDS)
+            except (OSError, EOFError, ConfigurationError) as error:
+                problems.append(error)
+        raise max(problems, key=lambda error: isinstance(error, ConfigurationError))
+
+    def _entered(self, family: int, address: Any, schema: Schema, patience: int) -> Channel:
+        peer = socket.socket(family)
         try:
-            return introduced(peer, self.key, schema, patience, "statement", replace(self.own, host=own))
+            peer.settimeout(patience)
+            peer.connect(address)
+            own = peer.getsockname()
+            # A process that connects to a free port of this machine may get this very port.
+            if own == peer.getpeername() or not is_of_user(peer):
+                raise ConnectionRefusedError("Connection refused")
+        except OSError:
+            peer.close()
+            raise
+        statement = replace(self.own, host=LOOPBACK if family == socket.AF_UNIX else own[0])
+        try:
+            return introduced(peer, self.key, schema, patience, "statement", statement)
         except WrongSecretError:
             raise ConfigurationError(
                 message(
@@ -237,28 +260,6 @@ class Visit:
             raise _Silence("The program that listens there is silent") from None
         except UnreadableError:
             raise self._other_program() from None
-
-    def _connected(self, patience: int) -> tuple[socket.socket, str]:
-        """Connects, and returns the own address."""
-        target = self.place.target
-        if isinstance(target, str):
-            peer = socket.socket(socket.AF_UNIX)
-            peer.settimeout(patience)
-            try:
-                peer.connect(target)
-            except OSError:
-                peer.close()
-                raise
-            own, is_right = LOOPBACK, is_of_user(peer)
-        else:
-            peer = socket.create_connection(target, timeout=patience)
-            own = peer.getsockname()[0]
-            # A process that connects to a free port of this machine may get this very port.
-            is_right = peer.getsockname() != peer.getpeername()
-        if not is_right:
-            peer.close()
-            raise ConnectionRefusedError("Connection refused")
-        return peer, own
 
     def _other_program(self) -> ConfigurationError:
         return ConfigurationError(
