@@ -28,7 +28,8 @@ from tfrep_strategy.cluster.rendezvous.connections import notice_loss
 
 CONNECT_SECONDS = 10.0
 GREETING_SECONDS = 60
-"""Seconds that the hub may take to greet a rank. All ranks of a run come at once, and rank 0 may be busy."""
+"""Seconds that the hub may take to greet a rank, since all ranks of a run come at once and rank 0 may be busy. Afterwards, seconds
+that a message may pause. The system gives up a broken connection earlier."""
 LONGEST = 1 << 26
 """The longest message in bytes."""
 _HELLO = b"tfrep-messages-1 "
@@ -84,7 +85,7 @@ class Channel:
     Args:
         peer: A connected socket, which belongs to the channel now.
         schema: The messages that this end receives.
-        seconds: How long the other end may pause inside a message, and may leave what is sent to it unread.
+        seconds: As for `limit`.
         longest: The longest message that this end receives.
 
     Example:
@@ -106,14 +107,18 @@ class Channel:
         if peer.family != socket.AF_UNIX:
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             notice_loss(peer)
-        for limit in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            peer.setsockopt(socket.SOL_SOCKET, limit, struct.pack("@ll", seconds, 0))
+        self.limit(seconds)
 
     def __enter__(self) -> Channel:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def limit(self, seconds: int) -> None:
+        """Sets how long the other end may pause inside a message, and may leave what is sent to it unread."""
+        for way in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            self._socket.setsockopt(socket.SOL_SOCKET, way, struct.pack("@ll", seconds, 0))
 
     def fileno(self) -> int:
         """Returns the descriptor of the connection."""
@@ -298,7 +303,7 @@ def introduced(peer: socket.socket, key: bytes, schema: Schema, seconds: int, *f
         peer: A socket that has connected.
         key: Shared secret.
         schema: The messages that come from there.
-        seconds: As for `Channel`.
+        seconds: How long the other end may take for a part of the proof.
         *first: The message.
 
     Raises:
@@ -308,6 +313,7 @@ def introduced(peer: socket.socket, key: bytes, schema: Schema, seconds: int, *f
     try:
         channel.enter(key)
         channel.send(*first)
+        channel.limit(GREETING_SECONDS)
     except BaseException:
         channel.close()
         raise

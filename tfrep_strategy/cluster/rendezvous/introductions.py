@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tfrep_strategy._version import __version__
-from tfrep_strategy.cluster.rendezvous.channel import LONGEST, Channel, Schema, WrongSecretError
+from tfrep_strategy.cluster.rendezvous.channel import GREETING_SECONDS, LONGEST, Channel, Schema, WrongSecretError
 from tfrep_strategy.cluster.rendezvous.connections import LOOPBACK, is_loopback
 from tfrep_strategy.core.validation import Address, checked
 from tfrep_strategy.errors import ConfigurationError, message
@@ -350,6 +350,7 @@ class Reception:
             channel.admit(self._key)
             greeted = replace(guest, said=channel.receive()[1])
             channel.longest = LONGEST
+            channel.limit(GREETING_SECONDS)
         except WrongSecretError:
             greeted = guest
         except (OSError, EOFError):  # Another program may connect and send anything.
