@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing.connection
 import pickle
+import resource
 import socket
 import threading
 import time
@@ -77,6 +78,7 @@ streams = st.lists(bodies.map(framed) | st.binary(max_size=9), max_size=3).map(b
 @given(sent=streams, schema=st.sampled_from(SCHEMAS))
 @pytest.mark.lane("faults")
 def test_whatever_comes_is_read_or_refused(sent: bytes, schema: Schema) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with ends() as (here, channel):
         channel._schema = schema
         here.sendall(sent)
@@ -86,6 +88,7 @@ def test_whatever_comes_is_read_or_refused(sent: bytes, schema: Schema) -> None:
                 assert channel.receive()[0] in schema._kinds
         except (EOFError, OSError):
             pass
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32_768  # In kB.
 
 
 @pytest.mark.parametrize("depth", [10, 100_000])
