@@ -145,6 +145,14 @@ def test_an_end_that_reads_nothing_keeps_nobody_waiting_for_ever() -> None:
             channel.send("rank", 1)
 
 
+def test_a_closed_end() -> None:
+    with ends() as (_, channel):
+        channel.hang_up()
+        for use in (channel.receive, lambda: channel.poll(1.0), lambda: channel.send("rank", 1)):
+            with pytest.raises(OSError, match="closed|Bad file descriptor"):
+                use()
+
+
 class Bomb:
     """Runs code where it is unpickled."""
 

@@ -152,8 +152,15 @@ class Channel:
         return self._schema.read(self._received(self.longest))
 
     def poll(self, seconds: float) -> bool:
-        """Returns whether something can be received, or the other end has gone. Waits for some seconds at most."""
-        return bool(speaking([self], seconds))
+        """Returns whether something can be received, or the other end has gone. Waits for some seconds at most.
+
+        Raises:
+            OSError: This end is closed.
+        """
+        try:
+            return bool(speaking([self], seconds))
+        except ValueError:
+            raise OSError("the channel is closed") from None
 
     def give_descriptor(self, descriptor: int) -> None:
         """Sends an open descriptor over a local socket, between two messages. It stays open here."""
