@@ -177,7 +177,7 @@ class Crowd:
         """
         monitor = self.monitors.pop(rank)
         monitor._closing = True
-        with socket.socket(fileno=os.dup(monitor._connection.fileno())) as own:
+        with socket.socket(fileno=os.dup(monitor._channel.fileno())) as own:
             began = time.monotonic()
             own.shutdown(socket.SHUT_RDWR)
         return began

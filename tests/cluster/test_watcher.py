@@ -6,11 +6,11 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
 import psutil
@@ -18,6 +18,7 @@ import pytest
 from observing import alive, wait_until
 from raising import refuses
 
+from tfrep_strategy.cluster.rendezvous.channel import Channel, Schema
 from tfrep_strategy.cluster.watcher import Watcher, start_watcher
 
 pytestmark = pytest.mark.lane("launchers")
@@ -25,10 +26,10 @@ pytestmark = pytest.mark.lane("launchers")
 START = f"""
 import os, signal, sys, time
 sys.path[:] = {sys.path!r}
-from multiprocessing.connection import Connection
+import socket
 from tfrep_strategy.cluster.watcher import start_watcher
 watcher = start_watcher("Rank {{}}", 7)
-connection = Connection(int(sys.argv[2]))
+connection = socket.socket(fileno=int(sys.argv[2]))
 watcher and watcher.lend(connection)
 print("ready", flush=True)
 """
@@ -37,7 +38,7 @@ STOP = "os.kill(os.getpid(), signal.SIGSTOP)"
 HOLD_THE_LOCK = "import re; re.match(r'(a+)+$', 'a' * 60 + 'b')"  # For years, on the CPU.
 COMPUTE = "while True: pass"
 
-Start = Callable[[str], tuple["subprocess.Popen[str]", Connection]]
+Start = Callable[[str], tuple["subprocess.Popen[str]", Channel]]
 
 
 @pytest.fixture
@@ -46,9 +47,9 @@ def start(tmp_path: Path, marker: str, monkeypatch: pytest.MonkeyPatch) -> Itera
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     with contextlib.ExitStack() as stack:
 
-        def started(program: str) -> tuple[subprocess.Popen[str], Connection]:
-            ours, its = Pipe()
-            stack.enter_context(ours)
+        def started(program: str) -> tuple[subprocess.Popen[str], Channel]:
+            its, end = socket.socketpair()
+            ours = stack.enter_context(Channel(end, Schema({"frozen": tuple[int, str]})))
             with its:
                 command = [sys.executable, "-c", START + program, marker, str(its.fileno())]
                 process = subprocess.Popen(
@@ -77,11 +78,11 @@ def test_a_stopped_process_is_named_to_others_and_killed(start: Start, tmp_path:
     began = time.monotonic()
     process, connection = start(STOP)
     assert connection.poll(20.0)
-    kind, number, seen = connection.recv()
+    kind, number, seen = connection.receive()
     assert (kind, number) == ("frozen", 7)
     assert re.fullmatch(r"is stopped \(state T\), for \d+ seconds by now", seen)
     with pytest.raises(EOFError):
-        connection.recv()
+        connection.receive()
     assert process.wait(10) == -signal.SIGKILL
     assert 2.0 < time.monotonic() - began < 20.0
     assert process.stderr.read() == f"tfrep: Rank 7 {seen}, and is killed by its watcher.\n"
@@ -92,7 +93,7 @@ def test_a_silent_process_is_named_and_killed_later(start: Start, tmp_path: Path
     monkeypatch.setenv("TFREP_SILENCE_TIMEOUT", "5")
     process, connection = start(HOLD_THE_LOCK)
     assert connection.poll(40.0)
-    assert connection.recv()[2].startswith("has given no sign of life for ")
+    assert connection.receive()[2].startswith("has given no sign of life for ")
     assert process.wait(10) == -signal.SIGKILL
     warning, *_, last = process.stderr.read().splitlines()
     assert warning.startswith("Rank 7 has given no sign of life for ")
@@ -112,7 +113,7 @@ def test_who_works_or_waits_is_left_alone(program: str, start: Start, tmp_path: 
     process.kill()
     assert connection.poll(10.0)
     with pytest.raises(EOFError):
-        connection.recv()
+        connection.receive()
     wait_until(lambda: not left(tmp_path, process.pid))
     assert process.stderr.read() == ""
 
@@ -121,7 +122,7 @@ def test_children_that_outlive_a_process_do_not_hide_its_end(start: Start, marke
     process, connection = start("if not os.fork():\n connection.close(); time.sleep(60)\ntime.sleep(1); os._exit(0)")
     assert connection.poll(20.0)
     with pytest.raises(EOFError):
-        connection.recv()
+        connection.receive()
     wait_until(lambda: not left(tmp_path, process.pid))
     for each in alive(marker):
         each.kill()
@@ -147,7 +148,7 @@ def test_closing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(left(tmp_path, os.getpid())) == 2
     watcher.close()
     assert not left(tmp_path, os.getpid())
-    with Pipe()[0] as connection:
+    with Channel(socket.socketpair()[0], Schema({})) as connection:
         watcher.lend(connection)  # Nobody takes it.
 
 

@@ -57,8 +57,8 @@ def limit(environment: Any, more_files: int = 2) -> Callable[[], None]:
 def take_the_name(environment: Any) -> Callable[[], None]:
     """Listens where rank 0 would, so that the ranks cannot meet."""
     number = SharedMemoryCommunicator._made[environment.run_name] + 1
-    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    server.bind(socket_name(f"{environment.run_name}/{number}"))
+    server = socket.socket(socket.AF_UNIX)
+    server.bind("\0" + socket_name(f"{environment.run_name}/{number}")[1:])
     server.listen()
     return server.close
 
@@ -72,7 +72,7 @@ CPUS = [False, False]
         (nothing, CPUS, "shared_memory", None),
         (nothing, [False, True], "tf", None),
         (limit, CPUS, "tf", "on rank 1, the system refuses it (Too many open files)."),
-        (take_the_name, CPUS, "tf", "on rank 0, Another process is rank 0 of this run"),
+        (take_the_name, CPUS, "tf", "on rank 0, Rank 0 cannot listen at the rendezvous"),
     ],
 )
 def test_all_ranks_or_none(

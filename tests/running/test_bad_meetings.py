@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 from test_joining import SCRIPTS, environ
 
@@ -96,6 +97,28 @@ def test_a_stranger_where_machine_0_listens(address: str, start: Callable) -> No
     with socket.create_server((host, int(port))):
         said = "Node 0 cannot listen at the rendezvous (Address already in use)."
         check_refused([start(*node(address, 0))], said, "use a free port")
+
+
+def test_the_secret_is_on_no_command_line_and_in_no_log(address: str, start: Callable, tmp_path: Path) -> None:
+    secret = "sesame" * 8
+    file = tmp_path / "secret"
+    file.touch(0o600)
+    file.write_text(secret)
+    logs = tmp_path / "logs"
+    launchers = [
+        start(*node(address, number), "--log-dir", str(logs / str(number)), TFREP_SECRET_FILE=str(file), TFREP_DEBUG="1")
+        for number in (0, 1)
+    ]
+    seen = set[str]()
+    while any(each.poll() is None for each in launchers):
+        for each in psutil.process_iter(["cmdline"]):
+            seen.add(" ".join(each.info["cmdline"] or ()))
+    outputs = [each.communicate(timeout=SOON) for each in launchers]
+    assert [each.returncode for each in launchers] == [0, 0], outputs
+    assert any("cluster" in each or "shows.py" in each for each in seen)
+    written = [path.read_text("utf-8") for path in logs.rglob("*") if path.is_file()]
+    for text in (secret, secret.encode().hex()):
+        assert text not in "\n".join([*seen, *written, *(part for output in outputs for part in output)])
 
 
 def test_nobody_listens(address: str, start: Callable) -> None:

@@ -181,6 +181,18 @@ def test_a_stopped_rank_of_torchrun_is_named_and_ended(rank: int, tmp_path: Path
     check_stopped(run_ranks("tf", 3, "stop", rank, tmp_path, own=own), rank, tmp_path)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_of_mpirun_is_named_and_ended(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its variables, as above. `tests/engines` has the real `mpirun`."""
+    monkeypatch.setenv("TFREP_TIMEOUT", "10")
+    alike = {"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "3", "PMIX_NAMESPACE": f"stopped-{tmp_path}"}
+    own = [alike | {"OMPI_COMM_WORLD_RANK": str(each), "OMPI_COMM_WORLD_LOCAL_RANK": str(each)} for each in range(3)]
+    outcome = run_ranks("auto", 3, "stop", rank, tmp_path, own=own)
+    check_stopped(outcome, rank, tmp_path)
+    for other in {0, 1, 2} - {rank}:  # A rank may be stopped for half of the time limit.
+        assert (tmp_path / f"caught{other}").stat().st_mtime - outcome.end < 10 / 2 + 2
+
+
 @EACH
 @pytest.mark.parametrize("last", [0, 1])
 def test_ranks_that_end_at_different_times_end_well(communicator: str, last: int, tmp_path: Path) -> None:

@@ -15,16 +15,15 @@ import select
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 from tfrep_strategy.cluster.command import module_command
+from tfrep_strategy.cluster.rendezvous.channel import Channel, Schema
 from tfrep_strategy.cluster.signs_of_life import LOOK_SECONDS, Frozen, Patience, Watch, is_watched, start_signs
 
 _log = logging.getLogger(__name__)
@@ -58,7 +57,7 @@ class Watcher:
                 start_new_session=True,  # A signal that stops all processes of a terminal does not stop it.
             )
 
-    def lend(self, connection: Connection) -> None:
+    def lend(self, connection: Channel) -> None:
         """Lends it a connection to another rank, for the reason of a kill: `("frozen", number, the observed state)`.
 
         Args:
@@ -166,10 +165,8 @@ def _look(watch: Watch, number: int, pid: int, lent: list[int]) -> Frozen | None
 def _end(frozen: Frozen, name: str, pid: int, lent: Sequence[int]) -> None:
     """Sends the reason to the other ranks, and kills the process."""
     for descriptor in lent:
-        with contextlib.suppress(OSError), Connection(descriptor) as connection:
-            with socket.socket(fileno=os.dup(descriptor)) as own:
-                own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", _SEND_SECONDS, 0))
-            connection.send(("frozen", frozen.rank, frozen.seen))
+        with contextlib.suppress(OSError), Channel(socket.socket(fileno=descriptor), Schema({}), _SEND_SECONDS) as channel:
+            channel.send("frozen", frozen.rank, frozen.seen)
     if os.getppid() == pid:
         print(f"tfrep: {name} {frozen.seen}, and is killed by its watcher.", file=sys.stderr, flush=True)
         os.kill(pid, signal.SIGKILL)

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import tensorflow as tf
 
 from tfrep_strategy.cluster.devices import full_name, replica_device
+from tfrep_strategy.cluster.rendezvous.channel import CONNECT_SECONDS
 from tfrep_strategy.cluster.rendezvous.confinement import confined
-from tfrep_strategy.cluster.rendezvous.connections import CONNECT_SECONDS
 from tfrep_strategy.cluster.rendezvous.meeting import meet_at
 from tfrep_strategy.communicators.peers.position import Position
 from tfrep_strategy.communicators.ring import RingCommunicator, group_key

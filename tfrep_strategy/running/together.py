@@ -14,15 +14,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
-from multiprocessing.connection import Connection
+from dataclasses import replace
 from typing import Any
 
 from tfrep_strategy.cluster.identity import common_hash_seed
-from tfrep_strategy.cluster.rendezvous.assembly import ANY, Assembly, RoundEnd, RoundReport, Seat, Verdict
+from tfrep_strategy.cluster.rendezvous.assembly import ANY, TO_SEATS, Assembly, RoundEnd, RoundReport, RoundStart, Seat, Verdict
+from tfrep_strategy.cluster.rendezvous.channel import Channel
 from tfrep_strategy.cluster.rendezvous.confinement import is_this_machine
 from tfrep_strategy.cluster.rendezvous.introductions import Statement
-from tfrep_strategy.cluster.rendezvous.meeting import Met, Visit, shared_secret
+from tfrep_strategy.cluster.rendezvous.meeting import Visit, shared_secret
 from tfrep_strategy.core.limits import grace_seconds, meeting_seconds
 from tfrep_strategy.errors import ConfigurationError, PeerError, message
 from tfrep_strategy.running.logs import RunFailed
@@ -108,14 +108,14 @@ class Launcher:
         self._events: Events = queue.SimpleQueue()
         self._signals: list[int] = []
 
-    def take(self, connection: Any) -> None:
+    def take(self, channel: Channel) -> None:
         """Takes its seat at the meeting."""
-        self._seat = Seat(connection, self._hear)
+        self._seat = Seat(channel, self._hear)
 
     def visit(self, visit: Visit) -> None:
         """Goes to machine 0, and takes its seat there."""
         self._visit = visit
-        self.take(visit.insist(visit.enter))
+        self.take(visit.insist(lambda: visit.enter(TO_SEATS)))
 
     def leave(self, exit_code: int) -> None:
         """Leaves the others, which is no loss if the run is over. At machine 0 this waits for the end of the run."""
@@ -166,13 +166,13 @@ class Launcher:
                 self.leave(128 + content)
                 raise _stopped(content)
             elif kind == "over":
-                if content["exit_code"]:
-                    raise RunFailed(content["text"], Failure(None, content["exit_code"]))
+                if content.exit_code:
+                    raise RunFailed(content.text, Failure(None, content.exit_code))
                 if self._last is not None:
                     self._last.failure = None
                 return
             elif kind == "error":
-                raise (PeerError if content["lost"] else ConfigurationError)(content["text"])
+                raise content.error()
             elif kind == "lost":
                 self._go_again()
             elif kind != "end":  # The launchers of a run without rounds meet here.
@@ -184,12 +184,11 @@ class Launcher:
                     )
                 )
 
-    def _round(self, content: dict[str, Any]) -> Iterator[Round]:
-        own = replace(self._node, rank=content["place"], least=None, count=len(content["met"]))
-        nodes = Nodes(own, [Met(**each) for each in content["met"]])
-        this = self._last = Round(content["number"], self._events, nodes)
+    def _round(self, start: RoundStart) -> Iterator[Round]:
+        own = replace(self._node, rank=start.place, least=None, count=len(start.met))
+        this = self._last = Round(start.number, self._events, Nodes(own, start.met))
         yield this
-        self._seat.tell("report", asdict(self._report(this)))
+        self._seat.tell("report", self._report(this))
 
     def _report(self, this: Round) -> RoundReport:
         failure = this.failure
@@ -209,7 +208,7 @@ class Launcher:
         elif kind == "lost" or kind == "end":
             events = self._events
             events.put((None, signal.SIGTERM))
-            if kind == "lost" or content["hasty"]:
+            if kind == "lost" or content:
                 impatient = threading.Timer(GRACE_SECONDS, lambda: events.put((None, signal.SIGKILL)))
                 impatient.daemon = True
                 impatient.start()
@@ -228,10 +227,10 @@ class Launcher:
             raise self._without_machine_0()
         visit.own = replace(visit.own, told=self.told())
 
-        def enter() -> Connection:
+        def enter() -> Channel:
             if self._signals:
                 raise _stopped(self._signals[0])
-            return visit.enter()
+            return visit.enter(TO_SEATS)
 
         self.take(visit.insist(enter))
         for number in list(self._signals):  # It may have come to the seat that was lost.

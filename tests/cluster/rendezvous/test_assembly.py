@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from multiprocessing import Pipe
 from typing import Any
 
 import pytest
 
-from tfrep_strategy.cluster.rendezvous.assembly import ANY, Assembly, RoundEnd, RoundReport, Seat, Verdict
+from tfrep_strategy.cluster.rendezvous.assembly import ANY, TO_SEATS, Assembly, RoundEnd, RoundReport, Seat, Verdict
+from tfrep_strategy.cluster.rendezvous.channel import Channel, Schema
 from tfrep_strategy.cluster.rendezvous.connections import free_ports
 from tfrep_strategy.cluster.rendezvous.introductions import Place, Statement
 from tfrep_strategy.cluster.rendezvous.meeting import Visit
@@ -47,7 +47,7 @@ class Run:
     def comes(self, number: int = ANY, *, is_ready: bool = True, **told: Any) -> Seat:
         """Somebody comes."""
         visit = Visit(self.place, self.statement(number, **told), SECRET, LIMIT)
-        seat = Seat(visit.insist(visit.enter), lambda *_: None)
+        seat = Seat(visit.insist(lambda: visit.enter(TO_SEATS)), lambda *_: None)
         assert told_to(seat, "welcome") == self.told_by_0
         if is_ready:
             seat.tell("ready", {"alike": {}} | told)
@@ -62,7 +62,7 @@ def told_to(seat: Seat, kind: str) -> Any:
 
 
 def reports(seat: Seat, outcome: str, number: int = 0, **more: Any) -> None:
-    seat.tell("report", asdict(RoundReport(number, outcome, **more)))
+    seat.tell("report", RoundReport(number, outcome, **more))
 
 
 @pytest.fixture(autouse=True)
@@ -88,9 +88,9 @@ def start() -> Iterator[Callable[..., Run]]:
 def test_a_run_whose_machine_0_does_not_end_its_round_has_failed(start: Callable[..., Run]) -> None:
     run = start(2, seconds_to_end=QUIET)
     other = run.comes(1)
-    assert told_to(other, "round")["place"] == 1
+    assert told_to(other, "round").place == 1
     reports(other, "failed", exit_code=7)
-    assert told_to(other, "over") == {"text": "Node 0 was lost.", "exit_code": 1}
+    assert told_to(other, "over") == Verdict(again=False, text="Node 0 was lost.", exit_code=1)
 
 
 def test_a_run_that_has_not_ended_well_has_an_exit_code(start: Callable[..., Run]) -> None:
@@ -101,7 +101,7 @@ def test_a_run_that_has_not_ended_well_has_an_exit_code(start: Callable[..., Run
         told_to(seat, "round")
     reports(other, "left")
     reports(run.own, "told")
-    assert told_to(other, "over") == {"text": "Lost.", "exit_code": 1}
+    assert told_to(other, "over") == Verdict(again=False, text="Lost.", exit_code=1)
 
 
 def test_whoever_comes_when_some_are_done_waits(start: Callable[..., Run]) -> None:
@@ -115,14 +115,14 @@ def test_whoever_comes_when_some_are_done_waits(start: Callable[..., Run]) -> No
     assert run.own.inbox.empty()
     reports(run.own, "well")
     for seat in (run.own, other, late):
-        assert told_to(seat, "over")["exit_code"] == 0
+        assert told_to(seat, "over").exit_code == 0
 
 
 def test_the_last_that_is_needed_comes_just_in_time(start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tfrep_strategy.cluster.rendezvous.assembly._LAST_CALL_SECONDS", LIMIT)
     run = start(3, least=2, seconds=1.5, seconds_to_end=QUIET)
     other = run.comes()
-    assert len(told_to(other, "round")["met"]) == 2
+    assert len(told_to(other, "round").met) == 2
 
 
 def test_a_meeting_that_breaks_down_ends_for_all(start: Callable[..., Run], caplog: pytest.LogCaptureFixture) -> None:
@@ -138,25 +138,22 @@ def test_a_meeting_that_breaks_down_ends_for_all(start: Callable[..., Run], capl
         reports(seat, "well")
     for seat in (run.own, other):
         error = told_to(seat, "error")
-        assert error["lost"]
-        assert "The meeting of the nodes has broken down (OSError: [Errno 116] Stale file handle)." in error["text"]
-        assert run.place.address in error["text"]
+        assert error.lost
+        assert "The meeting of the nodes has broken down (OSError: [Errno 116] Stale file handle)." in error.text
+        assert run.place.address in error.text
         told_to(seat, "lost")
     assert "has broken down" in caplog.text
 
 
-@pytest.mark.parametrize("odd", [[], ["report", {}], ["report", 7], 7])
-def test_whoever_says_odd_things_is_lost(odd: Any, start: Callable[..., Run]) -> None:
+@pytest.mark.parametrize("odd", [b"", b"report\n[{}]", b"report\n[7]", b"7"])
+def test_whoever_says_odd_things_is_lost(odd: bytes, start: Callable[..., Run]) -> None:
     run = start(2)
     other = run.comes(1)
     for seat in (run.own, other):
         told_to(seat, "round")
-    if isinstance(odd, list) and odd:
-        other.tell(*odd)
-    else:
-        other._connection.send_bytes(str(odd).encode())
+    other._channel.send_written(odd)
     told_to(other, "lost")
-    assert told_to(run.own, "end") == {"hasty": True}
+    assert told_to(run.own, "end") is True
     reports(run.own, "told")
     told_to(run.own, "again")
     assert len(run.heard[0].lost) == 1
@@ -166,7 +163,7 @@ def test_whoever_is_not_ready_is_not_in_a_round(start: Callable[..., Run]) -> No
     run = start(3, least=1, seconds=2)
     other, unready = run.comes(), run.comes(is_ready=False)
     unready.tell("leave", 2)
-    assert len(told_to(other, "round")["met"]) == 2
+    assert len(told_to(other, "round").met) == 2
     told_to(run.own, "round")
     unready = run.comes(is_ready=False)
     time.sleep(3 * QUIET)
@@ -175,7 +172,7 @@ def test_whoever_is_not_ready_is_not_in_a_round(start: Callable[..., Run]) -> No
     assert run.own.inbox.empty()
     for seat in (run.own, other):
         reports(seat, "well")
-    assert told_to(other, "over")["exit_code"] == 0
+    assert told_to(other, "over").exit_code == 0
 
 
 def test_whoever_has_waited_says_what_is_true_now(start: Callable[..., Run]) -> None:
@@ -192,7 +189,7 @@ def test_whoever_has_waited_says_what_is_true_now(start: Callable[..., Run]) -> 
         assert told_to(seat, "again") == "Again."
         seat.tell("ready", {"alike": {}, "ports": [2]})
     for seat in (run.own, waiting):
-        assert [each["told"]["ports"] for each in told_to(seat, "round")["met"]] == [[2], [2]]
+        assert [each.told["ports"] for each in told_to(seat, "round").met] == [[2], [2]]
         reports(seat, "well", 1)
 
 
@@ -204,13 +201,13 @@ def test_a_machine_that_stands_still_is_lost(
     run = start(3)
     quiet = run.comes(1)
     visit = Visit(run.place, run.statement(2), SECRET, LIMIT)
-    with visit.insist(visit.enter) as connection:  # There is no seat, which would give signs.
-        connection.send_bytes(json.dumps(["ready", {"alike": {}}]).encode())
+    with visit.insist(lambda: visit.enter(TO_SEATS)) as connection:  # There is no seat, which would give signs.
+        connection.send("ready", {"alike": {}})
         began = time.monotonic()
         for seat in (run.own, quiet):
             told_to(seat, "round")
         for seat in (run.own, quiet):
-            assert told_to(seat, "end") == {"hasty": True}
+            assert told_to(seat, "end") is True
             reports(seat, "told")
         for seat in (run.own, quiet):
             told_to(seat, "again")
@@ -220,25 +217,31 @@ def test_a_machine_that_stands_still_is_lost(
     assert "has said nothing for 5 seconds." in caplog.text
 
 
-@pytest.mark.parametrize("odd", [b"", b"{", b"7", b"[1]"])
+def pair() -> tuple[Channel, Channel]:
+    """Returns an end that only gets signs, and one for a seat."""
+    here, there = socket.socketpair()
+    return Channel(here, Schema({"sign": tuple[None]})), Channel(there, TO_SEATS)
+
+
+@pytest.mark.parametrize("odd", [b"", b"{", b"7", b"line\n[1]"])
 def test_a_meeting_that_says_odd_things_is_lost(odd: bytes) -> None:
-    (here, there) = Pipe()
+    here, there = pair()
     with here:
         seat = Seat(there, lambda *_: None)
-        here.send_bytes(odd)
+        here.send_written(odd)
         told_to(seat, "lost")
 
 
 def test_a_meeting_that_stands_still_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TFREP_TIMEOUT", "0")
-    (here, there), (other, patient) = Pipe(), Pipe()
+    (here, there), (other, patient) = pair(), pair()
     heard: list[str] = []
     with here, other:
         began = time.monotonic()
         bears_all = Seat(patient, lambda *_: None)
         monkeypatch.setenv("TFREP_TIMEOUT", "5")
         seat = Seat(there, lambda kind, _: heard.append(kind))
-        assert json.loads(here.recv_bytes()) == ["sign", None]
+        assert here.receive() == ("sign", None)
         told_to(seat, "lost")
         assert 4.5 < time.monotonic() - began < LIMIT
         assert heard == ["lost"]

@@ -12,16 +12,19 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from raising import refuses
 
 from tfrep_strategy.cluster.rendezvous import meeting
+from tfrep_strategy.cluster.rendezvous.channel import _HELLO, LONGEST, Channel, Schema, introduced
 from tfrep_strategy.cluster.rendezvous.confinement import confine, problem_of_confining
-from tfrep_strategy.cluster.rendezvous.connections import connection_of, free_ports, prove
+from tfrep_strategy.cluster.rendezvous.connections import free_ports
 from tfrep_strategy.cluster.rendezvous.introductions import Place, Statement
-from tfrep_strategy.cluster.rendezvous.meeting import Met, _Host, meet, shared_secret
+from tfrep_strategy.cluster.rendezvous.meeting import _TO_GUESTS, Met, Refusal, _Host, meet, shared_secret
 from tfrep_strategy.errors import ConfigurationError, PeerError
 
 pytestmark = pytest.mark.lane("quick")
@@ -178,15 +181,11 @@ def test_another_version_of_this_package(start: Start, address: str) -> None:
     """What it states besides is not read."""
     host, place = start(0), Place(address, 1, 2, one_machine=True)
     until_listening(*place.target)
-    stated = json.loads(Statement.of(place, {}).to_json("127.0.0.1")) | {"more": 1}
+    stated = asdict(Statement.of(place, {})) | {"more": 1}
     stated["versions"]["tfrep_strategy"] = "99"
-    with connection_of(socket.create_connection(place.target), 5) as other:
-        prove(other, SECRET, listens=False)
-        other.send_bytes(json.dumps(stated).encode())
+    with introduced(socket.create_connection(place.target), SECRET, _TO_GUESTS, 5, "statement", stated) as other:
         check_refused([host], "has tfrep_strategy 99, and rank 0")
-        kind, told = json.loads(other.recv_bytes())
-    assert kind == "error"
-    assert told == {"text": str(host.exception()), "lost": False}
+        assert other.receive() == ("error", Refusal(str(host.exception()), lost=False))
 
 
 def test_another_secret(start: Start) -> None:
@@ -229,6 +228,57 @@ def test_strangers_at_the_door(start: Start, address: str, monkeypatch: pytest.M
         strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n")
         strangers[1].close()
         assert start(1).result(LIMIT / 2) == host.result(LIMIT / 2)
+
+
+def test_a_statement_that_is_cut_off_keeps_nobody_waiting(start: Start, address: str) -> None:
+    """It comes from a process that knows the secret. Whether it hangs up or is silent then, rank 1 can still come."""
+    host, place = start(0), Place(address, 1, 2, one_machine=True)
+    until_listening(*place.target)
+    with contextlib.ExitStack() as stack:
+        for is_closed in (True, False):
+            channel = Channel(stack.enter_context(socket.create_connection(place.target)), _TO_GUESTS, 5)
+            channel.enter(SECRET)
+            channel._socket.sendall(b"\0\0\1\0statement\n[{")
+            if is_closed:
+                channel.close()
+        assert start(1).result(SOON) == host.result(SOON)
+
+
+def test_clocks_that_differ_by_a_day(start: Start, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import time\nnow = time.time\ntime.time = lambda: now() + 86_400\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    host = start(0, secret=shared_secret(one_machine=True))
+    with process(Place(address, 1, 2, one_machine=True)) as other:
+        assert json.loads(other.communicate(timeout=SOON)[0]) == ["127.0.0.1"] * 2
+    assert len(host.result(SOON)) == 2
+
+
+@pytest.mark.parametrize("says", [b"", b"SSH-2.0-OpenSSH_9.2p1\r\n"])
+def test_a_name_with_two_addresses(says: bytes, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the first of them another program listens, which hangs up."""
+    look_up, address = socket.getaddrinfo, ("127.0.0.2", free_ports(1, "127.0.0.2")[0])
+
+    def two(host: str, port: int, *others: Any, **more: Any) -> list[Any]:
+        if host != "two.example":
+            return look_up(host, port, *others, **more)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", each) for each in (address, ("127.0.0.1", port))]
+
+    def answer() -> None:
+        with server.accept()[0] as peer:
+            peer.sendall(says)
+
+    monkeypatch.setattr(socket, "getaddrinfo", two)
+    at = f"two.example:{free_ports(1, '')[0]}"
+    with socket.create_server(address) as server, ThreadPoolExecutor(1) as answering:
+        answering.submit(answer)
+        meetings = [start(number, 2, at, False) for number in range(2)]
+        assert [len(each.result(SOON)) for each in meetings] == [2, 2]
+
+
+def test_ipv6_alone(start: Start) -> None:
+    at = f"[::1]:{free_ports(1, '')[0]}"
+    meetings = [start(number, 2, at, False) for number in range(2)]
+    assert [len(each.result(SOON)) for each in meetings] == [2, 2]
 
 
 def test_a_stranger_at_the_address(start: Start, address: str) -> None:
@@ -354,11 +404,11 @@ def test_nothing_is_read_before_the_proof(start: Start, address: str) -> None:
     """A statement without a proof is no statement."""
     host, target = start(0), Place(address, 0, 2).target
     until_listening(*target)
-    with connection_of(socket.create_connection(target), 5) as intruder:
-        intruder.send_bytes(b"x" * 16)
-        intruder.send_bytes(json.dumps({"number": 1, "count": 2, "who": "?", "versions": {}, "told": {}}).encode())
-        assert intruder.recv_bytes().startswith(b"#CHALLENGE#")
-        assert intruder.recv_bytes() == b"#FAILURE#"
+    with Channel(socket.create_connection(target), Schema({}), 5) as intruder:
+        intruder.send_written(_HELLO + b"x" * 64)
+        intruder.send("statement", Statement.of(Place(address, 1, 2), {}))
+        assert intruder._received(LONGEST).startswith(_HELLO)
+        assert intruder._received(LONGEST) == b"another secret"
         with pytest.raises((EOFError, ConnectionResetError)):
-            intruder.recv_bytes()
+            intruder.receive()
         assert start(1).result(LIMIT) == host.result(LIMIT)

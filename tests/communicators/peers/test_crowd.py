@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tfrep_strategy.cluster.rendezvous.connections import connect, free_ports
+from tfrep_strategy.cluster.rendezvous.channel import connect
+from tfrep_strategy.cluster.rendezvous.connections import free_ports
 from tfrep_strategy.communicators.peers.hub import Hub
+from tfrep_strategy.communicators.peers.reports import TO_RANKS
 
 sys.path.append(str(Path(__file__).resolve().parents[3]))
 
@@ -45,14 +47,14 @@ def test_more_ranks_than_are_greeted_at_once_are_all_let_in(monkeypatch: pytest.
     size = 100
     hub = Hub(size, True, 20.0)
     with ThreadPoolExecutor(size) as threads, contextlib.ExitStack() as stack:
-        connections = list(threads.map(lambda rank: connect(["127.0.0.1"], hub.port, hub.key, rank), range(size)))
+        connections = list(threads.map(lambda rank: connect(["127.0.0.1"], hub.port, hub.key, TO_RANKS, "rank", rank), range(size)))
         assert None not in connections
         for connection in connections:
             stack.enter_context(connection)
-        connections[1].send(("ended", False, None))
+        connections[1].send("ended", False, None)
         assert connections[size - 1].poll(10.0)
-        assert connections[size - 1].recv() == ("ended", [(1, False, None)])
-        connections[0].send(("ended", False, None))
+        assert connections[size - 1].receive() == ("ended", [(1, False, None)])
+        connections[0].send("ended", False, None)
         hub.join()
     assert not hub._thread.is_alive()
 
@@ -62,19 +64,19 @@ def test_those_that_end_together_are_told_in_few_messages() -> None:
     size = 200
     hub = Hub(size, True, 20.0)
     with ThreadPoolExecutor(size) as threads, contextlib.ExitStack() as stack:
-        connections = list(threads.map(lambda rank: connect(["127.0.0.1"], hub.port, hub.key, rank), range(size)))
+        connections = list(threads.map(lambda rank: connect(["127.0.0.1"], hub.port, hub.key, TO_RANKS, "rank", rank), range(size)))
         for connection in connections:
             stack.enter_context(connection)
         for connection in connections[2:]:
-            connection.send(("ended", False, None))
+            connection.send("ended", False, None)
         ended: list[int] = []
         messages, deadline = 0, time.monotonic() + 20.0
         while len(ended) < size - 2 and time.monotonic() < deadline:
             assert connections[1].poll(10.0)
             messages += 1
-            ended += [rank for rank, _, _ in connections[1].recv()[1]]
+            ended += [rank for rank, _, _ in connections[1].receive()[1]]
         assert sorted(ended) == list(range(2, size))
         assert messages < size / 2
-        connections[0].send(("ended", False, None))
+        connections[0].send("ended", False, None)
         hub.join()
     assert not hub._thread.is_alive()

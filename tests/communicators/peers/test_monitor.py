@@ -9,18 +9,17 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from typing import Any
 
 import psutil
 import pytest
 import tensorflow as tf
 
-from tfrep_strategy.cluster.rendezvous.connections import connect
+from tfrep_strategy.cluster.rendezvous.channel import Channel, connect
 from tfrep_strategy.communicators.base import SingleCommunicator
 from tfrep_strategy.communicators.peers.hub import Hub
 from tfrep_strategy.communicators.peers.monitor import PeerLostError, PeerMonitor
-from tfrep_strategy.communicators.peers.reports import Call, Report
+from tfrep_strategy.communicators.peers.reports import TO_RANKS, Call, Report
 from tfrep_strategy.errors import DesyncError
 
 pytestmark = pytest.mark.lane("faults")
@@ -30,16 +29,16 @@ SUM = Call("all_reduce", "sum", (("float32", (3,)),), "train.py:7")
 
 
 @contextlib.contextmanager
-def star(size: int, silence: float = 20.0) -> Iterator[list[Connection]]:
+def star(size: int, silence: float = 20.0) -> Iterator[list[Channel]]:
     """Gives each rank's connection to a hub, which ends with the block."""
     hub = Hub(size, True, silence)
     with contextlib.ExitStack() as stack:
-        connections = [connect(["127.0.0.1"], hub.port, hub.key, rank) for rank in range(size)]
+        connections = [connect(["127.0.0.1"], hub.port, hub.key, TO_RANKS, "rank", rank) for rank in range(size)]
         for connection in connections:
             stack.enter_context(connection)
         yield connections
         with contextlib.suppress(OSError):
-            connections[0].send(("ended", False, None))
+            connections[0].send("ended", False, None)
         hub.join()
         assert not hub._thread.is_alive()
 
@@ -56,15 +55,15 @@ def listens(port: int) -> bool:
     return True
 
 
-def receive(connection: Connection) -> Any:
+def receive(connection: Channel) -> Any:
     assert connection.poll(10.0), "Nothing came within 10 seconds."
-    return connection.recv()
+    return connection.receive()
 
 
 @pytest.mark.lane("quick")
 def test_all_hear_how_a_rank_ended() -> None:
     with star(3) as (first, second, third):
-        second.send(("ended", False, "ValueError: boom"))
+        second.send("ended", False, "ValueError: boom")
         assert receive(first) == receive(third) == ("ended", [(1, False, "ValueError: boom")])
         third.close()
         assert receive(first) == ("ended", [(2, True, None)])
@@ -72,7 +71,7 @@ def test_all_hear_how_a_rank_ended() -> None:
 
 def test_all_hear_that_the_first_rank_ended() -> None:
     with star(2) as (first, second):
-        first.send(("ended", False, None))
+        first.send("ended", False, None)
         assert receive(second) == ("ended", [(0, False, None)])
         with pytest.raises(EOFError):
             receive(second)
@@ -80,8 +79,8 @@ def test_all_hear_that_the_first_rank_ended() -> None:
 
 def test_all_hear_why_a_watcher_kills_its_rank() -> None:
     """The connection is open in both processes."""
-    with star(3) as (first, second, third), Connection(os.dup(second.fileno())) as lent:
-        lent.send(("frozen", 1, "is stopped"))
+    with star(3) as (first, second, third), Channel(socket.socket(fileno=os.dup(second.fileno())), TO_RANKS) as lent:
+        lent.send("frozen", 1, "is stopped")
         assert receive(first) == receive(third) == ("ended", [(1, True, "is stopped")])
         with pytest.raises(EOFError):
             receive(second)
@@ -92,9 +91,9 @@ def test_it_listens_where_the_others_come() -> None:
         probe.connect(("192.0.2.1", 9))  # Sends nothing; it chooses the interface to the world.
         own = probe.getsockname()[0]
     hub = Hub(1, False, 20.0, own)
-    assert connect(["127.0.0.1"], hub.port, hub.key, 0) is None
-    with connect(["127.0.0.1", own], hub.port, hub.key, 0) as only:
-        only.send(("ended", False, None))
+    assert connect(["127.0.0.1"], hub.port, hub.key, TO_RANKS, "rank", 0) is None
+    with connect(["127.0.0.1", own], hub.port, hub.key, TO_RANKS, "rank", 0) as only:
+        only.send("ended", False, None)
         hub.join()
     assert not hub._thread.is_alive()
 
@@ -103,15 +102,15 @@ def test_strangers_are_not_admitted() -> None:
     hub = Hub(2, True, 20.0)
     with socket.create_connection(("127.0.0.1", hub.port)) as stranger:
         stranger.sendall(b"\x00\x00\x00\x04okay" * 4)
-        assert connect(["127.0.0.1"], hub.port, b"wrong key", 1) is None
+        assert connect(["127.0.0.1"], hub.port, b"wrong key", TO_RANKS, "rank", 1) is None
     with (
-        connect(["127.0.0.1"], hub.port, hub.key, 0) as first,
-        connect(["127.0.0.1"], hub.port, hub.key, 1) as second,
+        connect(["127.0.0.1"], hub.port, hub.key, TO_RANKS, "rank", 0) as first,
+        connect(["127.0.0.1"], hub.port, hub.key, TO_RANKS, "rank", 1) as second,
     ):
         assert not listens(hub.port)  # All are here.
-        second.send(("ended", False, None))
+        second.send("ended", False, None)
         assert receive(first) == ("ended", [(1, False, None)])
-        first.send(("ended", False, None))
+        first.send("ended", False, None)
         hub.join()
     assert not hub._thread.is_alive()
 
@@ -122,13 +121,13 @@ def test_silent_strangers_keep_nobody_waiting() -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(300):
             stack.enter_context(socket.create_connection(("127.0.0.1", hub.port)))
-        first, second = (connect(["127.0.0.1"], hub.port, hub.key, rank) for rank in range(2))
+        first, second = (connect(["127.0.0.1"], hub.port, hub.key, TO_RANKS, "rank", rank) for rank in range(2))
         assert first is not None
         assert second is not None
         with first, second:
-            second.send(("ended", False, None))
+            second.send("ended", False, None)
             assert receive(first) == ("ended", [(1, False, None)])
-            first.send(("ended", False, None))
+            first.send("ended", False, None)
             hub.join()
     assert not hub._thread.is_alive()
     assert not [thread for thread in _own_threads() if thread.name == "tfrep-reception"]
@@ -144,7 +143,7 @@ def test_a_machine_that_owes_an_answer_is_noticed() -> None:
                 assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 17_000
 
 
-def _own_address(connection: Connection) -> Any:
+def _own_address(connection: Channel) -> Any:
     with socket.socket(fileno=os.dup(connection.fileno())) as own:
         return own.getsockname()
 
@@ -154,16 +153,16 @@ def test_who_is_silent_is_told_to_those_who_speak(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("TFREP_TIMEOUT", "1")
     monkeypatch.setenv("TFREP_SILENCE_TIMEOUT", "3")
     with star(2) as (first, _):
-        first.send(("state", 0.5, 0.0))
+        first.send("state", 0.5, 0.0)
         assert receive(first) == ("silent", {})
         time.sleep(2.0)
-        first.send(("state", 2.5, 0.0))
+        first.send("state", 2.5, 0.0)
         kind, silent = receive(first)
         assert (kind, list(silent)) == ("silent", [1])
         assert silent[1] >= 2.0
         assert not first.poll(0.1)  # It has still time.
         time.sleep(2.0)
-        first.send(("state", 4.5, 0.0))
+        first.send("state", 4.5, 0.0)
         assert receive(first)[0] == "silent"
         kind, rank, seconds, what = receive(first)
         assert (kind, rank, what) == ("hang", 1, "said nothing")
@@ -173,12 +172,12 @@ def test_who_is_silent_is_told_to_those_who_speak(monkeypatch: pytest.MonkeyPatc
 def test_a_rank_that_has_ended_well_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TFREP_TIMEOUT", "1")
     with star(2) as (first, second):
-        second.send(("state", None, 5.0))
+        second.send("state", None, 5.0)
         receive(second)
-        second.send(("ended", False, None))
+        second.send("ended", False, None)
         assert receive(first) == ("ended", [(1, False, None)])
         for _ in range(2):
-            first.send(("state", 5.0, 0.0))
+            first.send("state", 5.0, 0.0)
             assert receive(first)[0] == "silent"
 
 
@@ -188,7 +187,7 @@ def test_a_scripts_time_limit_for_sockets_does_not_disturb_it() -> None:
     try:
         with star(2) as (first, second):
             time.sleep(0.6)
-            second.send(("ended", False, None))
+            second.send("ended", False, None)
             assert receive(first) == ("ended", [(1, False, None)])
     finally:
         socket.setdefaulttimeout(before)
@@ -216,8 +215,8 @@ def test_a_refused_collective_is_not_blamed_for_a_later_error() -> None:
 def test_equal_calls_are_agreed_on() -> None:
     with star(2) as (first, second):
         elsewhere = SUM._replace(line="train.py:9")  # The line does not matter.
-        first.send(Report((0, 1), 0, SUM, True))
-        second.send(Report((0, 1), 0, elsewhere, True))
+        first.send("report", Report((0, 1), 0, SUM, True))
+        second.send("report", Report((0, 1), 0, elsewhere, True))
         assert receive(first) == receive(second) == ("agreed", ((0, 1), 0))
 
 
@@ -234,8 +233,8 @@ def test_equal_calls_are_agreed_on() -> None:
 @pytest.mark.parametrize("waits", [True, False])
 def test_different_calls_are_listed(other: Call, waits: bool) -> None:
     with star(2) as (first, second):
-        first.send(Report((0, 1), 0, SUM, waits))
-        second.send(Report((0, 1), 0, other, waits))
+        first.send("report", Report((0, 1), 0, SUM, waits))
+        second.send("report", Report((0, 1), 0, other, waits))
         *kind, text = receive(first)
         assert (*kind, text) == receive(second)
     assert kind == (["refused", ((0, 1), 0)] if waits else ["desync"])  # Those who wait can go on afterwards.
@@ -245,10 +244,10 @@ def test_different_calls_are_listed(other: Call, waits: bool) -> None:
 
 def test_those_who_wait_hear_of_a_difference_once_all_have_spoken() -> None:
     with star(3) as (first, second, third):
-        first.send(Report((0, 1, 2), 0, SUM, True))
-        second.send(Report((0, 1, 2), 0, SUM._replace(option="max"), True))
+        first.send("report", Report((0, 1, 2), 0, SUM, True))
+        second.send("report", Report((0, 1, 2), 0, SUM._replace(option="max"), True))
         assert not first.poll(1.5)
-        third.send(Report((0, 1, 2), 0, SUM, True))
+        third.send("report", Report((0, 1, 2), 0, SUM, True))
         kind, _, text = receive(first)
         assert (kind, text.count("rank ")) == ("refused", 3)
 
@@ -262,11 +261,11 @@ def test_rows_that_are_gathered_may_differ() -> None:
 def test_a_silent_rank_is_reported_with_what_it_called_last() -> None:
     with star(3, silence=0.5) as (first, second, third):
         for connection in (first, second, third):
-            connection.send(Report((0, 1, 2), 0, SUM, True))
+            connection.send("report", Report((0, 1, 2), 0, SUM, True))
         assert receive(first) == receive(third) == ("agreed", ((0, 1, 2), 0))
         later = SUM._replace(line="train.py:20")
-        first.send(Report((0, 1, 2), 1, later, True, True))
-        third.send(Report((0, 1, 2), 1, later, True, True))
+        first.send("report", Report((0, 1, 2), 1, later, True, True))
+        third.send("report", Report((0, 1, 2), 1, later, True, True))
         _, text = receive(first)
     assert re.search(rf"rank 1: nothing for \d+ seconds; before that {re.escape(str(SUM))}", text), text
     assert f"rank 2: {later}" in text
@@ -274,9 +273,9 @@ def test_a_silent_rank_is_reported_with_what_it_called_last() -> None:
 
 def test_a_rank_that_ended_well_is_reported_at_once_to_those_who_wait() -> None:
     with star(2) as (first, second):
-        second.send(("ended", False, None))
+        second.send("ended", False, None)
         assert receive(first)[0] == "ended"
-        first.send(Report((0, 1), 0, SUM, True, True))
+        first.send("report", Report((0, 1), 0, SUM, True, True))
         assert "rank 1: has ended" in receive(first)[1]
 
 
@@ -292,9 +291,9 @@ def test_ranks_that_are_stuck_in_a_collective_with_different_tensors() -> None:
             (third, (0, "step.all_reduce1", 8), other),  # Of another place.
             (first, (0, "step.all_reduce0", 8), SUM),
         ):
-            connection.send(Report((0, 1, 2), number, call, False))
+            connection.send("report", Report((0, 1, 2), number, call, False))
         assert not third.poll(1.5)
-        second.send(Report((0, 1, 2), (0, "step.all_reduce0", 8), other, False))
+        second.send("report", Report((0, 1, 2), (0, "step.all_reduce0", 8), other, False))
         kind, text = receive(third)
     assert kind == "desync"
     assert f"rank 0: {SUM}" in text
@@ -306,12 +305,12 @@ def test_ranks_that_wait_for_each_other_in_different_collectives(monkeypatch: py
     monkeypatch.setenv("TFREP_TIMEOUT", "30")
     other, here, there = SUM._replace(line="train.py:20"), (0, "step.all_reduce0", 7), (0, "end.all_reduce0", 2)
     with star(3) as (first, second, third):
-        first.send(Report((0, 1, 2), here, SUM, False))
-        third.send(Report((0, 1, 2), here, SUM, False))
-        second.send(Report((0, 1, 2), there, other, False))
-        first.send(Report((0, 1, 2), here, SUM, False, is_limited=True))  # The limit is reached, but rank 1 may be idle.
+        first.send("report", Report((0, 1, 2), here, SUM, False))
+        third.send("report", Report((0, 1, 2), here, SUM, False))
+        second.send("report", Report((0, 1, 2), there, other, False))
+        first.send("report", Report((0, 1, 2), here, SUM, False, is_limited=True))  # The limit is reached, but rank 1 may be idle.
         assert not third.poll(1.5)
-        second.send(("state", 31.0, 31.0))
+        second.send("state", 31.0, 31.0)
         assert receive(second)[0] == "silent"
         kind, text = receive(third)
     assert kind == "desync"
@@ -326,8 +325,8 @@ def test_ranks_that_are_long_in_one_collective_do_not_wait_for_each_other(monkey
     with star(2) as (first, second):
         for is_late in (False, True):
             for connection in (first, second):
-                connection.send(Report((0, 1), (0, "step.all_reduce0", 7), SUM, False, is_late))
-                connection.send(("state", 31.0, 31.0))
+                connection.send("report", Report((0, 1), (0, "step.all_reduce0", 7), SUM, False, is_late))
+                connection.send("state", 31.0, 31.0)
         assert [receive(first)[0], receive(first)[0]] == ["silent", "silent"]
         assert not first.poll(2.0)
 

@@ -9,27 +9,25 @@ lost, has left or has come. Then it asks its owner whether another round follows
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
+from dataclasses import dataclass, replace
 from typing import Any
 
-from tfrep_strategy.cluster.rendezvous.connections import LOOPBACK, hang_up, is_loopback, set_patience
-from tfrep_strategy.cluster.rendezvous.introductions import Guest, Place, Reception, Statement, differing, listen, unusable
-from tfrep_strategy.cluster.rendezvous.meeting import LINE_SECONDS, Met, given_up
+from tfrep_strategy.cluster.rendezvous.channel import Channel, Schema, speaking
+from tfrep_strategy.cluster.rendezvous.connections import LOOPBACK, is_loopback
+from tfrep_strategy.cluster.rendezvous.introductions import Guest, Place, Reception, Statement, differing, listen_at, unusable
+from tfrep_strategy.cluster.rendezvous.meeting import LINE_SECONDS, Met, Refusal, given_up
 from tfrep_strategy.core.limits import machine_silence
 from tfrep_strategy.errors import message
 
 SIGN, SIGN_SECONDS = "sign", 2.0
 """Interval at which both ends of a seat send a sign. The kernel of a machine answers even when its processes are stopped."""
-_LONGEST_ANSWER = 1 << 26
 _LOST = "lost", None
 
 
@@ -37,7 +35,7 @@ class Seat:
     """A process's end of the connection to an `Assembly`.
 
     Args:
-        connection: From `Assembly.begin`, or from `Visit.enter`.
+        channel: From `Assembly.begin`, or from `Visit.enter` with `TO_SEATS`.
         on_message: Called, in a thread, with the kind and the content of each message before it enters the inbox. "lost" comes
             last, also when the other end has been silent for too long.
 
@@ -45,18 +43,17 @@ class Seat:
         inbox: All messages, as (kind, content).
     """
 
-    def __init__(self, connection: Connection, on_message: Callable[[str, Any], None]) -> None:
+    def __init__(self, channel: Channel, on_message: Callable[[str, Any], None]) -> None:
         self.inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        self._connection, self._on_message = connection, on_message
-        self._patience, self._sending, self._is_over = machine_silence(), threading.Lock(), threading.Event()
-        set_patience(connection, 0)
+        self._channel, self._on_message = channel, on_message
+        self._patience, self._is_over = machine_silence(), threading.Event()
         for target in (self._listen, self._give_signs):
             threading.Thread(target=target, daemon=True, name="tfrep-seat").start()
 
     def tell(self, kind: str, content: Any = None) -> None:
         """Sends a message. Does nothing if the other end has gone."""
-        with contextlib.suppress(OSError), self._sending:
-            self._connection.send_bytes(json.dumps([kind, content]).encode())
+        with contextlib.suppress(OSError):
+            self._channel.send(kind, content)
 
     def _give_signs(self) -> None:
         while not self._is_over.wait(SIGN_SECONDS):
@@ -74,22 +71,22 @@ class Seat:
             finally:
                 self.inbox.put(_LOST)  # A reader may wait for it without a limit.
                 self._is_over.set()
-                hang_up(self._connection, self._sending)
+                self._channel.hang_up()
 
     def _next(self) -> tuple[str, Any]:
         try:
             return self._received()
-        except (OSError, EOFError, ValueError, TypeError):  # The other end has gone, or has sent something unreadable.
+        except (OSError, EOFError):  # The other end has gone, or has sent something unreadable.
             return _LOST
 
     def _received(self) -> tuple[str, Any]:
         silent = 0.0
         # Seconds in which this process was stopped are not counted.
-        while not self._connection.poll(SIGN_SECONDS):
+        while not self._channel.poll(SIGN_SECONDS):
             silent += SIGN_SECONDS
             if silent > self._patience:
                 raise TimeoutError
-        kind, content = json.loads(self._connection.recv_bytes(_LONGEST_ANSWER))
+        kind, content = self._channel.receive()
         return kind, content
 
 
@@ -100,7 +97,6 @@ _GREETING_SECONDS = 10
 _LINGER_SECONDS = 3.0
 _LAST_CALL_SECONDS = 3.0
 """Seconds without an arrival before a round begins without its full number, or ends for those who have come."""
-_LONGEST_STATEMENT, _LONGEST_REPORT = 1 << 16, 1 << 24
 ANY = -1
 """The number of a process that takes any place."""
 
@@ -162,17 +158,56 @@ class Verdict:
     exit_code: int = 0
 
 
+@dataclass(frozen=True)
+class RoundStart:
+    """The start of a round for a process.
+
+    Attributes:
+        number: The number of the round.
+        place: The place of this process in it.
+        met: All processes of the round.
+    """
+
+    number: int
+    place: int
+    met: list[Met]
+
+
+_TO_ASSEMBLY = Schema(
+    {
+        "statement": tuple[Statement],
+        "ready": tuple[dict[str, Any]],
+        "report": tuple[RoundReport],
+        "leave": tuple[int],
+        SIGN: tuple[None],
+    }
+)
+TO_SEATS = Schema(
+    {
+        "welcome": tuple[dict[str, Any]],
+        "round": tuple[RoundStart],
+        "again": tuple[str],
+        "line": tuple[str],
+        "over": tuple[Verdict],
+        "error": tuple[Refusal],
+        "end": tuple[bool],
+        "all": tuple[Any],
+        SIGN: tuple[None],
+    }
+)
+"""The messages of an assembly, and "all" from a meeting. "end" tells whether there is haste."""
+
+
 @dataclass(eq=False)
 class _Member:
     """A process that is present."""
 
-    connection: Connection
+    channel: Channel
     statement: Statement
     is_ready: bool = True
     report: RoundReport | None = None
     failed_at: float = 0.0
     silent: float = 0.0
-    sending: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def who(self) -> str:
@@ -184,11 +219,8 @@ class _Member:
         return math.inf if self.statement.number == ANY else self.statement.number
 
     def send(self, kind: str, content: Any) -> None:
-        with contextlib.suppress(OSError), self.sending:  # It has ended.
-            self.connection.send_bytes(json.dumps([kind, content]).encode())
-
-    def hang_up(self) -> None:
-        hang_up(self.connection, self.sending)
+        with contextlib.suppress(OSError):  # It has ended.
+            self.channel.send(kind, content)
 
 
 class Assembly:
@@ -219,12 +251,10 @@ class Assembly:
         self._place, self._least, self._seconds, self._decide = place, least, seconds, decide
         self._seconds_to_end = seconds_to_end
         try:
-            server, _ = listen(*place.target, one_machine=place.one_machine)
+            server, _ = listen_at(place)
         except OSError as error:
             raise unusable(place, error) from error
-        self._reception = Reception(
-            server, key, _GREETING_SECONDS, lambda each: Statement.from_json(each.recv_bytes(_LONGEST_STATEMENT))
-        )
+        self._reception = Reception(server, key, _GREETING_SECONDS, _TO_ASSEMBLY)
         self._members: list[_Member] = []
         self._round: list[_Member] = []
         self._number = -1
@@ -239,14 +269,14 @@ class Assembly:
         self._wait_anew()
         self._thread = threading.Thread(target=self._serve, daemon=True, name="tfrep-assembly")
 
-    def begin(self, own: Statement) -> Connection:
+    def begin(self, own: Statement) -> Channel:
         """Begins, with process 0 as the first member. Returns its connection."""
-        here, there = Pipe()
-        self._own = _Member(here, own)
+        here, there = socket.socketpair()
+        self._own = _Member(Channel(here, _TO_ASSEMBLY), own)
         self._members.append(self._own)
         self._thread.start()
         threading.Thread(target=self._give_signs, daemon=True, name="tfrep-assembly").start()
-        return there
+        return Channel(there, TO_SEATS)
 
     def end(self, seconds: float) -> None:
         """Waits for the end of the run, for some seconds at most."""
@@ -261,7 +291,7 @@ class Assembly:
                 _log.exception("The meeting at %s has broken down.", self._place.address)
                 what = f"The meeting of the {self._place.noun}s has broken down ({type(error).__name__}: {error})."
                 text = message(what, hint="start the run again.", rendezvous=self._place.address)
-                self._send_all("error", {"text": text, "lost": True})
+                self._send_all("error", Refusal(text, lost=True))
         self._is_closed.set()
         self._linger()
 
@@ -272,21 +302,21 @@ class Assembly:
     def _linger(self) -> None:
         """Lets the others hang up first: their last message might be lost with the connection."""
         deadline = time.monotonic() + _LINGER_SECONDS
-        here = {member.connection for member in self._members if member is not self._own}
+        here = [member.channel for member in self._members if member is not self._own]
         while here and (left := deadline - time.monotonic()) > 0:
-            for connection in [each for each in wait(list(here), left) if isinstance(each, Connection)]:
+            for channel in speaking(here, left):
                 try:
-                    connection.recv_bytes(_LONGEST_REPORT)
+                    channel.receive()
                 except (OSError, EOFError):
-                    here.remove(connection)
+                    here.remove(channel)
         for member in self._members:
-            member.hang_up()
+            member.channel.hang_up()
 
     def _look(self) -> None:
         for guest in self._reception.guests(_LOOK_SECONDS):
             self._admit(guest)
-        speaking = wait([member.connection for member in self._members], 0)
-        for member in [member for member in self._members if member.connection in speaking]:
+        speak = speaking([member.channel for member in self._members], 0)
+        for member in [member for member in self._members if member.channel in speak]:
             self._hear(member)
         self._lose_the_silent()
         if self._round:
@@ -302,10 +332,10 @@ class Assembly:
                 self._refused.add(guest.address)
                 _log.warning("At %s, a process at %s has another secret, and is refused.", self._place.address, guest.address)
             return
-        member = _Member(guest.connection, guest.said, is_ready=False)
+        member = _Member(guest.channel, guest.said, is_ready=False)
         if problem := self._misfit(member.statement):
-            member.send("error", {"text": problem, "lost": False})
-            member.hang_up()
+            member.send("error", Refusal(problem, lost=False))
+            member.channel.hang_up()
             return
         if is_loopback(self._own_host):
             self._own_host = guest.reached
@@ -333,18 +363,17 @@ class Assembly:
     def _hear(self, member: _Member) -> None:
         member.silent = 0.0
         try:
-            kind, content = json.loads(member.connection.recv_bytes(_LONGEST_REPORT))
-            report = RoundReport(**content) if kind == "report" else None
-        except (OSError, EOFError, ValueError, TypeError):  # It has ended, or has sent something unreadable.
+            kind, content = member.channel.receive()
+        except (OSError, EOFError):  # It has ended, or has sent something unreadable.
             self._lose(member)
             return
         if kind == "ready":
             member.statement, member.is_ready = replace(member.statement, told=content), True
-        elif report and report.number == self._number:
-            member.report = report
-            if report.outcome == "told" and self._end_by is None:  # It has lost its connection to this process, and will leave.
+        elif kind == "report" and content.number == self._number:
+            member.report = content
+            if content.outcome == "told" and self._end_by is None:  # It has lost its connection to this process, and will leave.
                 self._lost.append(member.who)
-            member.failed_at = time.monotonic() - report.seconds_ago
+            member.failed_at = time.monotonic() - content.seconds_ago
         elif kind == "leave":
             self._own_code = content if member is self._own else self._own_code
             self._lose(member)
@@ -361,7 +390,7 @@ class Assembly:
 
     def _lose(self, member: _Member) -> None:
         self._members.remove(member)
-        member.hang_up()
+        member.channel.hang_up()
         if member in self._round and member.report is None:
             self._lost.append(member.who)
 
@@ -386,7 +415,7 @@ class Assembly:
         problem = self._who_is_missing(ready)
         if now > self._deadline:
             text = str(given_up(self._place, self._seconds, problem))
-            self._send_all("error", {"text": text, "lost": True})
+            self._send_all("error", Refusal(text, lost=True))
             self._is_over = True
         elif now > self._next_line:
             self._next_line += LINE_SECONDS
@@ -403,10 +432,10 @@ class Assembly:
         self._round, self._lost, self._is_growing, self._end_by = members, [], False, None
         own_host = self._own_host if len(members) > 1 else LOOPBACK
         hosts = [own_host if is_loopback(each.statement.host) else each.statement.host for each in members]
-        met = [asdict(Met(host, each.statement.told)) for host, each in zip(hosts, members, strict=True)]
+        met = [Met(host, each.statement.told) for host, each in zip(hosts, members, strict=True)]
         for place, member in enumerate(members):
             member.is_ready, member.report = False, None
-            member.send("round", {"number": self._number, "place": place, "met": met})
+            member.send("round", RoundStart(self._number, place, met))
 
     # During a round.
 
@@ -435,7 +464,7 @@ class Assembly:
     def _order(self, members: Sequence[_Member], *, hasty: bool) -> None:
         self._end_by = time.monotonic() + self._seconds_to_end
         for member in members:
-            member.send("end", {"hasty": hasty})
+            member.send("end", hasty)
 
     def _conclude(self) -> None:
         reported = [each for each in self._round if each.report is not None]
@@ -467,7 +496,7 @@ class Assembly:
         return Verdict(again=False, text=f"{self._place.named([0])} {what}.", exit_code=self._own_code)
 
     def _finish(self, verdict: Verdict) -> None:
-        self._send_all("over", {"text": verdict.text, "exit_code": verdict.exit_code})
+        self._send_all("over", verdict)
         self._is_over = True
 
     def _send_all(self, kind: str, content: Any) -> None:

@@ -13,12 +13,9 @@ import os
 import random
 import socket
 import stat
-import struct
 import threading
-import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +23,6 @@ import psutil
 
 from tfrep_strategy.errors import ConfigurationError, message
 
-CONNECT_SECONDS = 10.0
-GREETING_SECONDS = 60
-"""Seconds that the hub may take to greet a rank. All ranks of a run come at once, and rank 0 may be busy."""
-_AGAIN_SECONDS = 0.2
 _GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _LOWEST_PORT = 10_000
 """Ports below are known by many services."""
@@ -51,55 +44,6 @@ def own_hosts(loopback: bool, hosts: Sequence[str]) -> list[str]:
     return list(dict.fromkeys([*named, *numbers, socket.gethostname(), LOOPBACK]))
 
 
-def connect(addresses: Sequence[str], port: int, key: bytes, rank: int) -> Connection | None:
-    """Connects to the hub of rank 0.
-
-    Args:
-        addresses: Possible addresses of rank 0, the best first.
-        port: The hub's port.
-        key: Shared secret.
-        rank: This rank.
-
-    Returns:
-        The connection; None if the hub could not be reached within 10 seconds, or did not greet this rank within 60.
-    """
-    deadline = time.monotonic() + CONNECT_SECONDS
-    for number, address in enumerate(addresses, 1):
-        left = deadline - time.monotonic()
-        patience = left if number == len(addresses) else min(3.0, left)
-        if patience <= 0:
-            break
-        with contextlib.suppress(Exception):  # Another program may listen there and answer anything.
-            until = time.monotonic() + patience
-            while time.monotonic() < until:
-                peer = socket.create_connection((address, port), patience)
-                with contextlib.suppress(EOFError, ConnectionError):  # A hub that greets many programs may hang up on a rank.
-                    return _introduced(connection_of(peer, GREETING_SECONDS), key, rank)
-                time.sleep(_AGAIN_SECONDS)
-    return None
-
-
-def _introduced(connection: Connection, key: bytes, rank: int) -> Connection:
-    try:
-        prove(connection, key, listens=False)
-        connection.send(rank)
-        set_patience(connection, 0)
-    except Exception:
-        connection.close()
-        raise
-    return connection
-
-
-def connection_of(peer: socket.socket, seconds: int) -> Connection:
-    """Turns a connected socket into a connection for Python objects. A read fails after some seconds."""
-    peer.settimeout(None)
-    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    notice_loss(peer)
-    connection = Connection(peer.detach())
-    set_patience(connection, seconds)
-    return connection
-
-
 def notice_loss(peer: socket.socket) -> None:
     """Lets the system close a connection after 17 seconds if the other machine disappears without closing it.
 
@@ -115,25 +59,6 @@ def notice_loss(peer: socket.socket) -> None:
     for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 3), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 17_000)):
         if hasattr(socket, name):
             peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def prove(connection: Connection, key: bytes, *, listens: bool) -> None:
-    """Lets both ends of a connection prove that they know the key. After a failed proof nothing is read any further.
-
-    Args:
-        connection: The connection.
-        key: Shared secret.
-        listens: Whether this end listened, and the other connected.
-
-    Raises:
-        AuthenticationError: The other end has another key.
-        OSError: The other end is another program, or is silent. A program whose bytes look like a message of a few bytes causes an
-            `AssertionError`.
-        EOFError: The other end hangs up.
-    """
-    steps = (deliver_challenge, answer_challenge) if listens else (answer_challenge, deliver_challenge)
-    for step in steps:
-        step(connection, key)
 
 
 def is_loopback(host: str) -> bool:
@@ -255,25 +180,6 @@ def duplicate(descriptor: int) -> Iterator[socket.socket]:
     with own:
         own.setblocking(blocks)
         yield own
-
-
-def hang_up(connection: Connection, sending: contextlib.AbstractContextManager[Any] | None = None) -> None:
-    """Ends a connection and closes it. The other end notices this even if another process has the same connection open.
-
-    Args:
-        connection: The connection.
-        sending: The lock of other threads that send, if any. They must not use the descriptor after it is closed and reused.
-    """
-    with contextlib.suppress(OSError), duplicate(connection.fileno()) as own:
-        own.shutdown(socket.SHUT_RDWR)
-    with sending or contextlib.nullcontext():
-        connection.close()
-
-
-def set_patience(connection: Connection, seconds: int) -> None:
-    """Sets how many seconds a read from a connection may take; 0 for no limit."""
-    with duplicate(connection.fileno()) as own:
-        own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", seconds, 0))
 
 
 _LOOK_SECONDS = 5.0

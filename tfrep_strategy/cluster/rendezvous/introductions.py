@@ -5,22 +5,21 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib.metadata
-import json
 import math
 import os
 import queue
 import secrets
 import socket
+import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tfrep_strategy._version import __version__
-from tfrep_strategy.cluster.rendezvous.connections import LOOPBACK, connection_of, duplicate, is_loopback, prove
+from tfrep_strategy.cluster.rendezvous.channel import GREETING_SECONDS, LONGEST, Channel, Schema, WrongSecretError
+from tfrep_strategy.cluster.rendezvous.connections import LOOPBACK, is_loopback
 from tfrep_strategy.core.validation import Address, checked
 from tfrep_strategy.errors import ConfigurationError, message
 
@@ -33,7 +32,8 @@ class Place:
     """The meeting point of some processes, and the number of this one.
 
     Args:
-        address: "host:port" of process 0, as the others reach it.
+        address: "host:port" of process 0, as the others reach it; or "@" and a name that the kernel of one machine keeps, for
+            processes of one user. Such a name ends with the process.
         number: Number of this process, from 0.
         count: Number of processes.
         one_machine: Whether all are on this machine. They then meet on its loopback interface.
@@ -58,11 +58,19 @@ class Place:
     setting: str = "TFREP_SECRET_FILE"
 
     def __post_init__(self) -> None:
-        checked(Address, "rendezvous", self.address, hint="give the address at which the processes can meet.")
+        if not self.has_name:
+            checked(Address, "rendezvous", self.address, hint="give the address at which the processes can meet.")
 
     @property
-    def target(self) -> tuple[str, int]:
-        """The host and the port to which the others connect."""
+    def has_name(self) -> bool:
+        """Whether the kernel keeps the address, so that no network reaches it."""
+        return self.address.startswith("@")
+
+    @property
+    def target(self) -> tuple[str, int] | str:
+        """The host and the port to which the others connect; or the name."""
+        if self.has_name:
+            return "\0" + self.address[1:]
         host, _, port = self.address.rpartition(":")
         return LOOPBACK if self.one_machine else host.strip("[]"), int(port)
 
@@ -91,20 +99,6 @@ class Statement:
         """Returns the statement of this process."""
         who = f"{socket.gethostname()}, process {os.getpid()}"
         return cls(place.number, place.count, who, versions(), dict(told), mark=secrets.token_hex(8))
-
-    @classmethod
-    def from_json(cls, text: bytes) -> Statement:
-        """Reads a statement. One from another version may have more fields, or no mark.
-
-        Raises:
-            KeyError, TypeError, ValueError: It is not a statement.
-        """
-        said = json.loads(text)
-        return cls(**{each.name: said[each.name] for each in fields(cls) if each.name in said})
-
-    def to_json(self, host: str) -> bytes:
-        """Returns the statement, with the address from which it is sent."""
-        return json.dumps(asdict(replace(self, host=host))).encode()
 
 
 def versions() -> dict[str, str]:
@@ -208,6 +202,29 @@ def listen(host: str, port: int, *, one_machine: bool) -> tuple[socket.socket, b
     return socket.create_server(("", port), backlog=_WAITING), False
 
 
+def listen_at(place: Place) -> tuple[socket.socket, bool]:
+    """Listens where process 0 is awaited, as `listen` does."""
+    target = place.target
+    if not isinstance(target, str):
+        return listen(*target, one_machine=place.one_machine)
+    server = socket.socket(socket.AF_UNIX)
+    try:
+        server.bind(target)
+        server.listen(_WAITING)
+    except OSError:
+        server.close()
+        raise
+    return server, True
+
+
+def is_of_user(peer: socket.socket) -> bool:
+    """Returns whether a process at the other end may be spoken to: over a local socket only one of this user."""
+    if peer.family != socket.AF_UNIX:
+        return True
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return struct.unpack("3i", credentials)[1] == os.geteuid()
+
+
 def unusable(place: Place, error: OSError) -> ConfigurationError:
     """Returns the error of process 0 if it cannot listen.
 
@@ -230,6 +247,7 @@ _MOST_AT_ONCE = 256
 _TURN_SECONDS = 1.0
 """Seconds after which the greeted connections are closed, if none of them has finished and others wait."""
 _LOOK_SECONDS = 0.2
+_LONGEST_FIRST = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -237,13 +255,13 @@ class Guest:
     """A process that has connected.
 
     Attributes:
-        connection: The connection. It is closed if the process has another secret.
+        channel: The connection. It is closed if the process has another secret.
         address: Its address.
         reached: The address of this machine at which it came.
-        said: Its first message after the proof; None if it has another secret.
+        said: The content of its first message after the proof; None if it has another secret.
     """
 
-    connection: Connection
+    channel: Channel
     address: str
     reached: str
     said: Any = None
@@ -256,13 +274,13 @@ class Reception:
         server: The socket where they connect. The reception closes it.
         key: Shared secret.
         seconds: How long each may take.
-        hear: Reads the first message. A process whose message it cannot read is dropped.
+        schema: The messages that it may send. A process whose first message is none of them is dropped.
     """
 
-    def __init__(self, server: socket.socket, key: bytes, seconds: int, hear: Callable[[Connection], Any]) -> None:
-        self._server, self._key, self._seconds, self._hear = server, key, seconds, hear
+    def __init__(self, server: socket.socket, key: bytes, seconds: int, schema: Schema) -> None:
+        self._server, self._key, self._seconds, self._schema = server, key, seconds, schema
         self._guests: queue.SimpleQueue[Guest] = queue.SimpleQueue()
-        self._deadlines: dict[Connection, float] = {}  # Of connections that are being greeted, in the order of arrival.
+        self._deadlines: dict[Channel, float] = {}  # Of connections that are being greeted, in the order of arrival.
         self._lock = threading.Condition()
         self._is_closed = False
         self._thread = threading.Thread(target=self._accept, daemon=True, name="tfrep-reception")
@@ -284,13 +302,17 @@ class Reception:
     def close(self) -> None:
         """Closes the server, and the connections that have not been taken."""
         self._is_closed = True
-        with contextlib.suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)  # Wakes the thread.
+        with contextlib.suppress(OSError):  # Wakes the thread, for which a local socket needs a guest.
+            if self._server.family == socket.AF_UNIX:
+                with socket.socket(socket.AF_UNIX) as last:
+                    last.connect(self._server.getsockname())
+            else:
+                self._server.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._server.close()
         self._give_up(math.inf)
         for guest in self.guests(0.0):
-            guest.connection.close()
+            guest.channel.close()
 
     def _accept(self) -> None:
         self._server.settimeout(_LOOK_SECONDS)
@@ -300,44 +322,43 @@ class Reception:
             self._give_up(time.monotonic())
 
     def _begin(self, peer: socket.socket, address: Any) -> None:
-        reached = peer.getsockname()[0].removeprefix("::ffff:")
-        connection = connection_of(peer, self._seconds)
+        if self._is_closed or not is_of_user(peer):
+            peer.close()
+            return
+        is_local = peer.family == socket.AF_UNIX
+        reached = LOOPBACK if is_local else peer.getsockname()[0].removeprefix("::ffff:")
+        channel = Channel(peer, self._schema, self._seconds, _LONGEST_FIRST)
         with self._lock:
             while len(self._deadlines) == _MOST_AT_ONCE and not self._is_closed:
                 if not self._lock.wait(_TURN_SECONDS):
                     for silent in self._deadlines:
-                        _hang_up(silent)
+                        silent.interrupt()
                     self._deadlines.clear()
-            self._deadlines[connection] = time.monotonic() + self._seconds
-        guest = Guest(connection, address[0], reached)
+            self._deadlines[channel] = time.monotonic() + self._seconds
+        guest = Guest(channel, LOOPBACK if is_local else address[0], reached)
         threading.Thread(target=self._greet, args=(guest,), daemon=True, name="tfrep-greeting").start()
 
     def _give_up(self, now: float) -> None:
         with self._lock:
-            for connection, deadline in self._deadlines.items():
+            for channel, deadline in self._deadlines.items():
                 if now > deadline:
-                    _hang_up(connection)
+                    channel.interrupt()
 
     def _greet(self, guest: Guest) -> None:
-        connection = guest.connection
-        greeted = None
+        channel, greeted = guest.channel, None
         try:
-            prove(connection, self._key, listens=True)
-            greeted = Guest(connection, guest.address, guest.reached, self._hear(connection))
-        except AuthenticationError:
+            channel.admit(self._key)
+            greeted = replace(guest, said=channel.receive()[1])
+            channel.longest = LONGEST
+            channel.limit(GREETING_SECONDS)
+        except WrongSecretError:
             greeted = guest
-        except Exception:  # Another program may connect and send anything.
+        except (OSError, EOFError):  # Another program may connect and send anything.
             pass
         with self._lock:
-            self._deadlines.pop(connection, None)
+            self._deadlines.pop(channel, None)
             self._lock.notify_all()
             if greeted is None or greeted is guest or self._is_closed:
-                connection.close()
+                channel.close()
             if greeted is not None and not self._is_closed:
                 self._guests.put(greeted)
-
-
-def _hang_up(connection: Connection) -> None:
-    """Ends a read of another thread from a connection."""
-    with contextlib.suppress(OSError), duplicate(connection.fileno()) as own:
-        own.shutdown(socket.SHUT_RDWR)

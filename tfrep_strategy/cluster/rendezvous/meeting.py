@@ -9,28 +9,42 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import json
 import logging
 import os
 import secrets
-import selectors
 import socket
 import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from platformdirs import user_cache_dir
 
+from tfrep_strategy.cluster.rendezvous.channel import (
+    Channel,
+    Schema,
+    UnreadableError,
+    WrongSecretError,
+    introduced,
+    speaking,
+    write,
+)
 from tfrep_strategy.cluster.rendezvous.confinement import confine, machines_of_run
-from tfrep_strategy.cluster.rendezvous.connections import LOOPBACK, connection_of, free_ports, is_loopback, prove, set_patience
-from tfrep_strategy.cluster.rendezvous.introductions import Guest, Place, Reception, Statement, listen, misfit, unusable
+from tfrep_strategy.cluster.rendezvous.connections import LOOPBACK, free_ports, is_loopback
+from tfrep_strategy.cluster.rendezvous.introductions import (
+    Guest,
+    Place,
+    Reception,
+    Statement,
+    is_of_user,
+    listen_at,
+    misfit,
+    unusable,
+)
 from tfrep_strategy.core.limits import meeting_seconds
-from tfrep_strategy.errors import ConfigurationError, PeerError, message
+from tfrep_strategy.errors import ConfigurationError, PeerError, TfrepError, message
 
 _SHORTEST, _LONGEST = 16, 1 << 16
 _MAKE_ONE = "(umask 077; openssl rand -hex 32 > FILE) makes one; copy it to all machines."
@@ -140,7 +154,7 @@ LINE_SECONDS = 10.0
 """Interval at which a process reports for whom it waits."""
 _ANSWER_SECONDS, _SILENCES = 10, 2
 """Seconds to wait for an answer at the address, and unanswered attempts after which it belongs to another program."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
+_FIRST_PAUSE, _LONGEST_PAUSE, _LONGEST_LOCAL_PAUSE = 0.1, 5.0, 0.02
 
 T = TypeVar("T")
 
@@ -173,7 +187,7 @@ class Visit:
             ConfigurationError: Another program answers, or a process with another secret.
             PeerError: No process answered in time.
         """
-        pause, silences = _FIRST_PAUSE, 0
+        pause, silences = _LONGEST_LOCAL_PAUSE if self.place.has_name else _FIRST_PAUSE, 0
         while True:
             try:
                 return do()
@@ -190,12 +204,13 @@ class Visit:
                 self._next_line += LINE_SECONDS
                 _log.warning("Waiting at %s. %s.", self.place.address, problem)
             time.sleep(min(pause, self.deadline - now))
-            pause = min(1.5 * pause, _LONGEST_PAUSE)
+            pause = min(1.5 * pause, _LONGEST_LOCAL_PAUSE if self.place.has_name else _LONGEST_PAUSE)
 
-    def enter(self, patience: int | None = None) -> Connection:
+    def enter(self, schema: Schema, patience: int | None = None) -> Channel:
         """Goes there once, and makes its statement.
 
         Args:
+            schema: The messages that come from there.
             patience: How many seconds to wait for an answer. Default: 10.
 
         Returns:
@@ -205,25 +220,34 @@ class Visit:
             OSError, EOFError: No process listens there, or the connection broke.
             ConfigurationError: Another program answers, or a process with another secret.
         """
-        patience = patience or _ANSWER_SECONDS
-        peer = socket.create_connection(self.place.target, timeout=patience)
-        own, other = peer.getsockname()[0], peer.getpeername()
-        if peer.getsockname() == other:  # A process that connects to a free port of this machine may get this very port.
-            peer.close()
-            raise ConnectionRefusedError("Connection refused")
-        connection = connection_of(peer, patience)
-        try:
-            self._prove(connection)
-            connection.send_bytes(self.own.to_json(host=own))
-        except BaseException:
-            connection.close()
-            raise
-        return connection
+        target, problems = self.place.target, list[Exception]()
+        if isinstance(target, str):
+            addresses: list[tuple[Any, Any]] = [(socket.AF_UNIX, target)]
+        else:
+            addresses = [(family, each) for family, _, _, _, each in socket.getaddrinfo(*target, type=socket.SOCK_STREAM)]
+        for family, address in addresses:  # A name may have several, and another program may listen at one of them.
+            try:
+                return self._entered(family, address, schema, patience or _ANSWER_SECONDS)
+            except (OSError, EOFError, ConfigurationError) as error:
+                problems.append(error)
+        raise max(problems, key=lambda error: isinstance(error, ConfigurationError))
 
-    def _prove(self, connection: Connection) -> None:
+    def _entered(self, family: int, address: Any, schema: Schema, patience: int) -> Channel:
+        peer = socket.socket(family)
         try:
-            prove(connection, self.key, listens=False)
-        except AuthenticationError:
+            peer.settimeout(patience)
+            peer.connect(address)
+            own = peer.getsockname()
+            # A process that connects to a free port of this machine may get this very port.
+            if own == peer.getpeername() or not is_of_user(peer):
+                raise ConnectionRefusedError("Connection refused")
+        except OSError:
+            peer.close()
+            raise
+        statement = replace(self.own, host=LOOPBACK if family == socket.AF_UNIX else own[0])
+        try:
+            return introduced(peer, self.key, schema, patience, "statement", statement)
+        except WrongSecretError:
             raise ConfigurationError(
                 message(
                     f"The {self.place.shared} of this process is not that of {self.place.named([0]).lower()}.",
@@ -234,16 +258,15 @@ class Visit:
             ) from None
         except BlockingIOError:
             raise _Silence("The program that listens there is silent") from None
-        except (AssertionError, OSError) as error:
-            if getattr(error, "errno", None) is not None:
-                raise
+        except UnreadableError:
             raise self._other_program() from None
 
     def _other_program(self) -> ConfigurationError:
         return ConfigurationError(
             message(
                 "Another program listens at the rendezvous.",
-                hint="use another port, the same for all processes. It may be an earlier run that has not ended.",
+                hint="use another port, the same for all processes. It may be an earlier run that has not ended, or another"
+                " version of this package.",
                 code="TFREP-E014",
                 rendezvous=self.place.address,
             )
@@ -274,10 +297,11 @@ class _Silence(TimeoutError):
 
 _GREETING_SECONDS = 10
 """Seconds that process 0 waits for the proof and the statement of a process that has connected."""
+_GRACE_SECONDS = 2.0
+"""The additional time that other processes wait. Process 0 ends first, because it knows who is missing."""
 _LINGER_SECONDS = 10.0
 """Seconds in which process 0 sends an error to processes that come late."""
 _LOOK_SECONDS = 0.2
-_LONGEST_STATEMENT, _LONGEST_ANSWER = 1 << 16, 1 << 26
 
 
 @dataclass(frozen=True)
@@ -293,6 +317,27 @@ class Met:
     told: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """The reason why a process cannot take part.
+
+    Attributes:
+        text: The error.
+        lost: Whether a process is missing, so that it may go well another time.
+    """
+
+    text: str
+    lost: bool
+
+    def error(self) -> TfrepError:
+        """Returns the error of the process."""
+        return (PeerError if self.lost else ConfigurationError)(self.text)
+
+
+_TO_HOST = Schema({"statement": tuple[Statement]})
+_TO_GUESTS = Schema({"all": tuple[list[Met]], "error": tuple[Refusal], "line": tuple[str]})
+
+
 def meet(
     place: Place,
     told: Mapping[str, Any],
@@ -300,6 +345,7 @@ def meet(
     secret: bytes | None = None,
     seconds: float | None = None,
     guard: Callable[[socket.socket], None] | None = None,
+    then: Callable[[dict[int, Channel], list[Met]], None] = lambda channels, met: None,
 ) -> list[Met]:
     """Meets the other processes. Every one must call it.
 
@@ -309,6 +355,7 @@ def meet(
         secret: Default: from `shared_secret`.
         seconds: How long to wait for all of them. Default: from `meeting_seconds`.
         guard: Process 0 calls it with the socket at which it listens. It may keep other machines away.
+        then: Called with the open channels when all have come: process 0 has one to each of the others, and they have one to it.
 
     Returns:
         All processes, in the order of their numbers.
@@ -327,11 +374,14 @@ def meet(
         return [Met(LOOPBACK, dict(told))]
     key = secret or shared_secret(place.one_machine)
     visit = _Visit(place, Statement.of(place, told), key, meeting_seconds() if seconds is None else seconds)
+    visit.then = then
     return _Host(visit, guard).receive() if place.number == 0 else visit.until_all_have_come()
 
 
 class _Visit(Visit):
     """A process other than process 0 in the meeting."""
+
+    then: Callable[[dict[int, Channel], list[Met]], None]
 
     def until_all_have_come(self) -> list[Met]:
         """Goes there again and again, until it gets an answer."""
@@ -347,15 +397,15 @@ class _Visit(Visit):
         Raises:
             OSError, EOFError: No process listens there, or the connection broke.
         """
-        with self.enter(patience) as connection:
-            set_patience(connection, 0)
+        with self.enter(_TO_GUESTS, patience) as channel:
             problem = f"{self.place.named([0])} has gone silent"
-            while connection.poll(max(0.0, min(silence or 3 * LINE_SECONDS, self.deadline - time.monotonic()))):
-                kind, content = json.loads(connection.recv_bytes(_LONGEST_ANSWER))
+            while channel.poll(max(0.0, min(silence or 3 * LINE_SECONDS, self.deadline + _GRACE_SECONDS - time.monotonic()))):
+                kind, content = channel.receive()
                 if kind == "all":
-                    return [Met(**each) for each in content]
+                    self.then({0: channel}, content)
+                    return content
                 if kind == "error":
-                    raise (PeerError if content["lost"] else ConfigurationError)(content["text"])
+                    raise content.error()
                 problem = content
                 _log.warning("Waiting at %s. %s.", self.place.address, problem)
         late = time.monotonic() > self.deadline
@@ -367,22 +417,20 @@ class _Host:
 
     def __init__(self, visit: _Visit, guard: Callable[[socket.socket], None] | None) -> None:
         self._visit, self._place, self._own, self._guard = visit, visit.place, visit.own, guard
-        self._here: dict[Connection, Statement] = {}
-        self._selector = selectors.DefaultSelector()
+        self._here: dict[Channel, Statement] = {}
         self._own_host = LOOPBACK
         self._refused: dict[str, None] = {}
         self._next_line = time.monotonic() + LINE_SECONDS
 
     def receive(self) -> list[Met]:
         try:
-            server, is_certain = listen(*self._place.target, one_machine=self._place.one_machine)
+            server, is_certain = listen_at(self._place)
         except OSError as error:
             self._look_for_another_host()
             raise unusable(self._place, error) from None
         if self._guard:
             self._guard(server)
-        hear = functools.partial(Connection.recv_bytes, maxlength=_LONGEST_STATEMENT)
-        self._reception = Reception(server, self._visit.key, _GREETING_SECONDS, lambda each: Statement.from_json(hear(each)))
+        self._reception = Reception(server, self._visit.key, _GREETING_SECONDS, _TO_HOST)
         with contextlib.closing(self._reception):
             try:
                 while missing := self._missing():
@@ -393,24 +441,18 @@ class _Host:
                 self._tell_error(error)
                 raise
             finally:
-                self._selector.close()
-                for connection in self._here:
-                    connection.close()
+                for channel in self._here:
+                    channel.close()
 
     def _missing(self) -> list[int]:
         return sorted(set(range(1, self._place.count)) - {each.number for each in self._here.values()})
 
     def _serve(self) -> None:
         guests = [guest for guest in self._reception.guests(_LOOK_SECONDS) if not self._is_this_process(guest)]
-        for key, _ in self._selector.select(0):  # It has sent everything before, so it has ended. It may come again.
-            connection: Connection = key.fileobj  # type: ignore[assignment]
-            self._selector.unregister(connection)
-            del self._here[connection]
-            connection.close()
-        for guest in guests:
-            if guest.said is not None:
-                self._here[guest.connection] = guest.said
-                self._selector.register(guest.connection, selectors.EVENT_READ)
+        for channel in speaking(list(self._here), 0):  # It has sent everything before, so it has ended. It may come again.
+            del self._here[channel]
+            channel.close()
+        self._here |= {guest.channel: guest.said for guest in guests if guest.said is not None}
         for guest in guests:
             self._look_at(guest)
 
@@ -418,7 +460,7 @@ class _Host:
         """Whether the guest is this process, which has gone to its own address to look for another process 0. It is sent away."""
         is_own = guest.said is not None and guest.said.mark == self._own.mark
         if is_own:
-            guest.connection.close()
+            guest.channel.close()
         return is_own
 
     def _look_at(self, guest: Guest) -> None:
@@ -431,7 +473,7 @@ class _Host:
         if is_loopback(self._own_host):
             self._own_host = guest.reached
         # Several may have come at once, so each is compared.
-        others = [said for connection, said in self._here.items() if connection is not guest.connection]
+        others = [said for channel, said in self._here.items() if channel is not guest.channel]
         if error := misfit([self._own, *others, guest.said], self._place):
             raise ConfigurationError(error)
 
@@ -457,31 +499,30 @@ class _Host:
     def _tell_all(self) -> list[Met]:
         statements = sorted([self._own, *self._here.values()], key=lambda each: each.number)
         all_met = [Met(self._own_host if is_loopback(each.host) else each.host, each.told) for each in statements]
-        self._send("all", [asdict(each) for each in all_met])
+        self._send("all", all_met)
+        self._visit.then({said.number: channel for channel, said in self._here.items()}, all_met)
         return all_met
 
     def _tell_error(self, error: Exception) -> None:
         """Sends an error to all that are here. Late ones get it for some time, unless the time was over for all."""
         is_late = isinstance(error, PeerError)
         deadline, informed = time.monotonic() + (0 if is_late else _LINGER_SECONDS), set[int]()
-        content = {"text": str(error), "lost": is_late}
         while True:
             informed |= {each.number for each in self._here.values()}
-            self._send("error", content)
-            for connection in self._here:
-                self._selector.unregister(connection)
-                connection.close()
+            self._send("error", Refusal(str(error), is_late))
+            for channel in self._here:
+                channel.close()
             self._here.clear()
             if informed >= set(range(1, self._place.count)) or time.monotonic() > deadline:
                 return
             with contextlib.suppress(ConfigurationError):
                 self._serve()
 
-    def _send(self, kind: str, content: Any) -> None:
-        data = json.dumps([kind, content]).encode()
-        for connection in self._here:
+    def _send(self, kind: str, *contents: Any) -> None:
+        body = write(kind, *contents)
+        for channel in self._here:
             with contextlib.suppress(OSError):  # It has ended.
-                connection.send_bytes(data)
+                channel.send_written(body)
 
 
 @functools.cache

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 import secrets
 import selectors
 import threading
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
 from typing import Any
 
-from tfrep_strategy.cluster.rendezvous.connections import (
-    CONNECT_SECONDS,
-    GREETING_SECONDS,
-    close_in_children,
-    hang_up,
-    set_patience,
-)
+from tfrep_strategy.cluster.rendezvous.channel import CONNECT_SECONDS, GREETING_SECONDS, Channel, write
+from tfrep_strategy.cluster.rendezvous.connections import close_in_children
 from tfrep_strategy.cluster.rendezvous.introductions import Reception, listen
 from tfrep_strategy.communicators.peers import reports
 from tfrep_strategy.communicators.peers.reports import Report, describe_difference, some_of
@@ -65,14 +58,14 @@ class Hub:
         loopback: bool,
         silence_seconds: float,
         host: str = "",
-        lend: Callable[[Connection], None] = lambda connection: None,
+        lend: Callable[[Channel], None] = lambda channel: None,
     ) -> None:
         self._size, self._silence, self._lend = size, silence_seconds, lend
         self.key = secrets.token_bytes(32)
         self._server, _ = listen(host, 0, one_machine=loopback)
         self.port: int = self._server.getsockname()[1]
         self._is_given_up = False
-        self._ranks: dict[Connection, int] = {}
+        self._ranks: dict[Channel, int] = {}
         self._selector = selectors.DefaultSelector()
         self._ended: set[int] = set()
         self._failed: set[int] = set()
@@ -106,81 +99,80 @@ class Hub:
             self._serve()
         finally:
             self._selector.close()
-            for connection in self._ranks:
-                hang_up(connection)
+            for channel in self._ranks:
+                channel.hang_up()
 
     def _accept(self) -> None:
         deadline = time.monotonic() + CONNECT_SECONDS + GREETING_SECONDS
-        with contextlib.closing(Reception(self._server, self.key, GREETING_SECONDS, Connection.recv)) as reception:
+        with contextlib.closing(Reception(self._server, self.key, GREETING_SECONDS, reports.TO_HUB)) as reception:
             while len(self._ranks) < self._size and time.monotonic() < deadline and not self._is_given_up:
                 for guest in reception.guests(_LOOK_SECONDS):
                     if guest.said is not None:
-                        set_patience(guest.connection, 0)
-                        self._ranks[guest.connection] = guest.said
-                        self._selector.register(guest.connection, selectors.EVENT_READ)
-                        self._lend(guest.connection)
+                        self._ranks[guest.channel] = guest.said
+                        self._selector.register(guest.channel, selectors.EVENT_READ)
+                        self._lend(guest.channel)
 
     def _serve(self) -> None:
         self._heard = dict.fromkeys(self._ranks.values(), time.monotonic())
         while self._ranks and 0 not in self._ended:
             ready = self._ready(self._patience())
             # All of them first: if this process was held up, ranks that spoke meanwhile were not silent.
-            self._heard |= dict.fromkeys((self._ranks[connection] for connection in ready), time.monotonic())
+            self._heard |= dict.fromkeys((self._ranks[channel] for channel in ready), time.monotonic())
             self._hear_all(ready)
             self._judge()
         while self._ranks and (ready := self._ready(0)):  # Reads messages that others sent before rank 0 left.
             self._hear_all(ready)
 
-    def _ready(self, seconds: float | None) -> list[Connection]:
+    def _ready(self, seconds: float | None) -> list[Channel]:
         return [key.fileobj for key, _ in self._selector.select(seconds)]  # type: ignore[misc]
 
-    def _hear_all(self, connections: Sequence[Connection]) -> None:
-        for connection in connections:
-            self._hear(connection)
+    def _hear_all(self, channels: Sequence[Channel]) -> None:
+        for channel in channels:
+            self._hear(channel)
         if self._goodbyes:  # In one message, because all ranks say goodbye at the end of a run.
             self._tell(("ended", self._goodbyes))
             self._goodbyes = []
 
-    def _hear(self, connection: Connection) -> None:
-        rank = self._ranks[connection]
+    def _hear(self, channel: Channel) -> None:
+        rank = self._ranks[channel]
         try:
-            said = connection.recv()
+            said = channel.receive()
         except (EOFError, OSError):
             said = "ended", True, None
-        if isinstance(said, Report):
-            self._note(rank, said)
+        if said[0] == "report":
+            self._note(rank, said[1])
         elif said[0] in reports.OF_HUB:
             self._programs.hear(rank, *said)
         elif said[0] == "state":
-            self._weigh(connection, *said[1:])
+            self._weigh(channel, *said[1:])
         else:
             if said[0] == "frozen":  # The rank's watcher reports it, and kills the rank.
                 said = "ended", True, said[2]
             _, lost, error = said
-            del self._ranks[connection]
+            del self._ranks[channel]
             self._ended.add(rank)
             self._programs.forget(rank)
             self._idle_since.pop(rank, None)
             self._busy_since.pop(rank, None)
             self._failed |= {rank} if lost or error is not None else set()
             self._goodbyes.append((rank, lost, error))
-            self._selector.unregister(connection)
-            hang_up(connection)
+            self._selector.unregister(channel)
+            channel.hang_up()
 
     def _tell(self, news: Any, group: Sequence[int] | None = None) -> None:
-        data = pickle.dumps(news)
-        for connection, rank in self._ranks.items():
+        data = write(*news)
+        for channel, rank in self._ranks.items():
             if group is None or rank in group:
                 with contextlib.suppress(OSError):  # The connection is broken; the next read reports it.
-                    connection.send_bytes(data)
+                    channel.send_written(data)
 
-    def _weigh(self, connection: Connection, busy: float | None, idle: float) -> None:
+    def _weigh(self, channel: Channel, busy: float | None, idle: float) -> None:
         """Answers with the silent ranks. Reports a hang if one rank waits in a call and another calls nothing beyond the limit."""
         now = time.monotonic()
         self._look_for_silence(now)
         with contextlib.suppress(OSError):  # As in `_tell`.
-            connection.send(("silent", self._silent))
-        rank = self._ranks[connection]
+            channel.send("silent", self._silent)
+        rank = self._ranks[channel]
         self._idle_since[rank] = None if busy is not None else now - idle
         self._busy_since[rank] = None if busy is None else now - busy
         if busy is None or busy <= self._limit:
@@ -285,8 +277,8 @@ class Hub:
 
     def _leave_to_parent(self) -> None:
         self._server.close()
-        for connection in self._ranks:
-            connection.close()
+        for channel in self._ranks:
+            channel.close()
 
 
 class _Round:

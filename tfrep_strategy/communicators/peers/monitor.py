@@ -12,12 +12,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection
 from typing import Any
 
 import tensorflow as tf
 
-from tfrep_strategy.cluster.rendezvous.connections import LOOPBACK, close_in_children, connect, hang_up, is_number, own_hosts
+from tfrep_strategy.cluster.rendezvous.channel import Channel, connect
+from tfrep_strategy.cluster.rendezvous.connections import LOOPBACK, close_in_children, is_number, own_hosts
 from tfrep_strategy.communicators.base import Communicator
 from tfrep_strategy.communicators.peers import reports
 from tfrep_strategy.communicators.peers.hub import Hub, state_seconds
@@ -166,7 +166,7 @@ class PeerMonitor:
     """Connects this rank with the hub, which tells it when other ranks end.
 
     Args:
-        connection: The connection to the hub.
+        channel: The connection to the hub.
         communicator: The communicator whose collectives are aborted when they would wait forever.
         hub: The hub on rank 0; None on other ranks.
         checks_every_call: Whether ranks also compare collectives in functions before they run.
@@ -179,7 +179,7 @@ class PeerMonitor:
 
     def __init__(
         self,
-        connection: Connection,
+        channel: Channel,
         communicator: Communicator,
         hub: Hub | None,
         checks_every_call: bool,
@@ -189,9 +189,8 @@ class PeerMonitor:
         self.ended: list[EndedRank] = []
         self._desync: str | None = None
         self._hang: str | None = None
-        self._connection, self._hub, self._abort, self._watcher = connection, hub, communicator.abort, watcher
+        self._channel, self._hub, self._abort, self._watcher = channel, hub, communicator.abort, watcher
         self._news = threading.Condition()
-        self._sending = threading.Lock()
         self._numbers: collections.Counter[Sequence[int]] = collections.Counter()
         self._agreed: set[Any] = set()
         self._refused: dict[Any, str] = {}
@@ -239,24 +238,24 @@ class PeerMonitor:
         # A host name may resolve to another address on other ranks.
         host = hosts[0].strip("[]") if hosts and is_number(hosts[0]) else ""
         watcher = watch(communicator.rank)
-        lend = watcher.lend if watcher else lambda connection: None
+        lend = watcher.lend if watcher else lambda channel: None
         hub = Hub(communicator.size, loopback, silence_seconds, host, lend) if communicator.rank == 0 else None
         own = (own_hosts(loopback, hosts), hub.port, hub.key) if hub else None
         addresses, port, key = communicator.broadcast_object(own)
         if communicator.rank == 0:
             addresses = [LOOPBACK, host] if host else [LOOPBACK]
-        connection = connect(addresses, port, key, communicator.rank)
-        own_answer = tf.constant([[int(connection is not None), int(is_debugging())]])
+        channel = connect(addresses, port, key, reports.TO_RANKS, "rank", communicator.rank)
+        own_answer = tf.constant([[int(channel is not None), int(is_debugging())]])
         answers = communicator.all_gather_equal(own_answer).numpy()
         unreachable = [rank for rank, (reached, _) in enumerate(answers.tolist()) if not reached]
-        if connection is not None and not unreachable:
+        if channel is not None and not unreachable:
             if hub is None:
-                lend(connection)
-            return cls(connection, communicator, hub, bool(answers[:, 1].any()), watcher)
+                lend(channel)
+            return cls(channel, communicator, hub, bool(answers[:, 1].any()), watcher)
         if watcher:
             watcher.close()
-        if connection is not None:
-            connection.close()
+        if channel is not None:
+            channel.close()
         if hub is not None:
             hub.stop_listening()
             _log.warning(
@@ -337,7 +336,7 @@ class PeerMonitor:
             is_answered = key in self._agreed or key in self._refused or bool(self._desync or self._hang)
             return is_answered or left or now - began > self._limit or not self._thread.is_alive()
 
-        self._send(Report(group, number, call, True, self.checks_every_call))
+        self._send(("report", Report(group, number, call, True, self.checks_every_call)))
         with self._news:
             while not self._news.wait_for(heard, 1.0):
                 pass
@@ -387,16 +386,16 @@ class PeerMonitor:
 
     def _listen(self) -> None:
         with contextlib.ExitStack() as stack:
-            stack.callback(hang_up, self._connection, self._sending)
+            stack.callback(self._channel.hang_up)
             while True:
                 try:
                     pause = _TICK_SECONDS if self.ended else state_seconds(self._limit)
-                    if not self._connection.poll(min(pause, _LOOK_SECONDS) if self._followed else pause):
+                    if not self._channel.poll(min(pause, _LOOK_SECONDS) if self._followed else pause):
                         self._tell_state()
                         self._look()
                         self._consider_abort()
                         continue
-                    news = self._connection.recv()
+                    news = self._channel.receive()
                 except (EOFError, OSError):
                     break
                 with self._news:
@@ -470,7 +469,7 @@ class PeerMonitor:
         """Reports the collectives in functions in which this rank is stuck."""
         for followed in list(self._followed) if not self._closing and not self._aborting else []:
             for report in followed.look():
-                self._send(report)
+                self._send(("report", report))
 
     def _start_abort(self, reason: str) -> None:
         if self._aborting is None and not self._closing:
@@ -514,11 +513,11 @@ class PeerMonitor:
             what += f" Rank {rank} has said nothing for {seconds:.0f} seconds."
         return PeerError(message(what, hint=hint, code="TFREP-E017", waited_seconds=round(waited)))
 
-    def _send(self, said: Any) -> None:
-        with self._sending, contextlib.suppress(OSError):
-            self._connection.send(said)
+    def _send(self, said: Sequence[Any]) -> None:
+        with contextlib.suppress(OSError):
+            self._channel.send(*said)
 
     def _leave_to_parent(self) -> None:
         self._closing = True
         atexit.unregister(self.close)
-        self._connection.close()
+        self._channel.close()

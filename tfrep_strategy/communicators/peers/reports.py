@@ -13,12 +13,15 @@ import sysconfig
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import keras
 import tensorflow as tf
+from pydantic import BeforeValidator
 
 from tfrep_strategy import errors
+from tfrep_strategy.cluster.rendezvous.channel import Schema
+from tfrep_strategy.core.validation import MOST_RANKS
 from tfrep_strategy.errors import DesyncError, message
 
 _FREE_ROWS = ("all_gather", "all_to_all")
@@ -60,6 +63,15 @@ class Call(NamedTuple):
         return self.kind, self.option, tuple((dtype, shape[1:] if free else shape) for dtype, shape in self.tensors)
 
 
+def _group(found: Any) -> Sequence[int]:
+    """Reads a group from a message."""
+    return range(found["start"], min(found["stop"], MOST_RANKS)) if isinstance(found, dict) else tuple(found)
+
+
+Group = Annotated[Any, BeforeValidator(_group)]
+"""The ranks of a group, from `group_of`."""
+
+
 class Report(NamedTuple):
     """A rank's report of its next collective, or of one in a function that it has been in for some time.
 
@@ -72,7 +84,7 @@ class Report(NamedTuple):
         is_limited: Whether a long wait is an error.
     """
 
-    group: Sequence[int]
+    group: Group
     number: int | tuple[int, str, int]
     call: Call
     waits: bool
@@ -162,6 +174,33 @@ Lines = Sequence[tuple[str, str]]
 
 OF_RANK, OF_HUB = ("program compared", "program wanted"), ("program", "program lines", "called")
 
+_Key = tuple[Group, int | tuple[int, str, int]]
+TO_HUB = Schema(
+    {
+        "rank": tuple[int],
+        "report": tuple[Report],
+        "state": tuple[float | None, float],
+        "ended": tuple[bool, str | None],
+        "frozen": tuple[int, str],
+        "program": tuple[str, str],
+        "program lines": tuple[str, list[tuple[str, str]]],
+        "called": tuple[str, tuple[str, str]],
+    }
+)
+TO_RANKS = Schema(
+    {
+        "agreed": tuple[_Key],
+        "refused": tuple[_Key, str],
+        "desync": tuple[str],
+        "hang": tuple[int, float, str],
+        "silent": tuple[dict[int, float]],
+        "ended": tuple[list[tuple[int, bool, str | None]]],
+        "frozen": tuple[int, str],
+        "program compared": tuple[str],
+        "program wanted": tuple[str],
+    }
+)
+
 _KEPT = 1000
 """The largest number of recorded calls of functions. A rank cannot be further ahead, because it waits in a collective."""
 
@@ -197,7 +236,7 @@ class OwnPrograms:
             DesyncError: The programs differ.
         """
         self._lines[name], began = lines, time.monotonic()
-        self._send((OF_HUB[0], name, digest))
+        self._send((OF_HUB[0], name, digest.hex()))
         with self._news:
             while not self._news.wait_for(lambda: name in self._compared or self._desync() or not self._is_there(), 1.0):
                 if time.monotonic() - began > self._limit:
@@ -233,7 +272,7 @@ class Programs:
 
     def __init__(self, tell: Callable[[Any, Sequence[int] | None], None]) -> None:
         self._tell = tell
-        self._first: dict[str, tuple[int, bytes]] = {}
+        self._first: dict[str, tuple[int, str]] = {}
         self._lines: dict[str, dict[int, Lines]] = {}
         self._calls: dict[str, tuple[int, tuple[str, str]]] = {}
 

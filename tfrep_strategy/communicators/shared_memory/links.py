@@ -1,30 +1,27 @@
-"""Connections between the ranks of one machine: sockets, shared memory, and the rendezvous.
+"""Connections between the ranks of one machine: sockets and shared memory.
 
 Sockets and memory have no names: they travel between processes as open descriptors. So killed ranks leave nothing behind.
-
-In the rendezvous rank 0 listens on a local socket, which no network reaches. Its name is in the kernel, and ends with the socket.
-Every user of the machine can connect, but the kernel tells each end whose process the other one is.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import mmap
 import os
-import selectors
 import socket
-import struct
 import time
 import weakref
-from collections.abc import Collection, Container, Sequence
-from typing import cast
+from collections.abc import Sequence
+from typing import Any
 
-from tfrep_strategy._version import __version__
 from tfrep_strategy.cluster.hardware import cores_of_container, new_memory
+from tfrep_strategy.cluster.rendezvous.channel import Channel
 from tfrep_strategy.cluster.rendezvous.connections import close_in_children
-from tfrep_strategy.errors import ConfigurationError, PeerError, is_count, message
+from tfrep_strategy.cluster.rendezvous.introductions import Place
+from tfrep_strategy.cluster.rendezvous.meeting import Met
+from tfrep_strategy.cluster.rendezvous.meeting import meet as meet_others
+from tfrep_strategy.errors import ConfigurationError, PeerError, message
 from tfrep_strategy.errors import message as message_of
 
 LONGEST_MESSAGE = 1 << 14
@@ -174,16 +171,8 @@ def _given(link: socket.socket, descriptors: Sequence[int]) -> socket.socket:
     return own
 
 
-_AGAIN_SECONDS, _LOOK_SECONDS = 0.02, 0.2
-_GRACE_SECONDS = 5.0
-"""The additional time that other ranks wait. Rank 0 ends first, because it knows the missing ranks."""
-_BACKLOG = 4096
-"""The number of pending connections. All ranks may connect at once."""
-_LONGEST_HELLO = 1 << 10
-
-
 def meet(run: str, rank: int, size: int, memory_bytes: int, seconds: float) -> Links:
-    """Connects the ranks of a run. All of them must call it.
+    """Connects the ranks of a run. All of them must call it. They meet at a name that the kernel keeps.
 
     Args:
         run: The id of this run on this machine.
@@ -193,171 +182,70 @@ def meet(run: str, rank: int, size: int, memory_bytes: int, seconds: float) -> L
         seconds: The time limit.
 
     Raises:
-        ConfigurationError: Two processes have the same rank, or processes have different sizes or versions.
-        PeerError: Not all ranks arrive in time.
+        ConfigurationError: Two processes have the same rank, or processes have different sizes or versions; or there is no memory.
+        PeerError: Not all ranks arrive in time, or a rank ends.
     """
-    name = socket_name(run)
-    deadline = time.monotonic() + seconds
+    place = Place(socket_name(run), rank, size, one_machine=True)
+    links: list[socket.socket | None] = [None] * size
     with contextlib.ExitStack() as stack:  # Closes what is open if anything fails.
-        if rank:
-            links = _join(stack, name, rank, size, deadline)
-        else:
-            links = _receive(stack, name, size, memory_bytes, deadline)
+        memory, problem = _memory(memory_bytes) if rank == 0 else (-1, None)
+        if rank == 0 and not problem:
+            stack.callback(os.close, memory)
+
+        def connect(channels: dict[int, Channel], met: list[Met]) -> None:
+            nonlocal memory
+            if refused := met[0].told["problem"]:
+                raise ConfigurationError(refused)
+            try:
+                if rank == 0:
+                    _connect_all(size, channels, memory, links, stack)
+                    return
+                memory = channels[0].take_descriptor()
+                stack.callback(os.close, memory)
+                for other in [other for other in range(size) if other != rank]:
+                    links[other] = stack.enter_context(socket.socket(fileno=channels[0].take_descriptor()))
+            except (OSError, EOFError) as error:
+                what = f"Rank {rank} was not connected with the others: {error or 'a rank has ended'}."
+                raise PeerError(message(what, hint="see the output of the other ranks.", size=size)) from None
+
+        key = hashlib.sha256(run.encode()).digest()  # The kernel tells whose processes these are.
+        meet_others(place, {"problem": problem}, secret=key, seconds=seconds, then=connect)
         stack.pop_all()
-        return links
+        return Links(rank, links, memory)
 
 
 def socket_name(run: str) -> str:
-    """Returns the name of the socket on which rank 0 listens until all ranks have arrived.
+    """Returns the name at which the ranks meet.
 
     Args:
         run: The id of the run on this machine.
     """
-    return f"\0tfrep-{os.geteuid()}-{hashlib.sha256(run.encode()).hexdigest()[:32]}"
+    return f"@tfrep-{os.geteuid()}-{hashlib.sha256(run.encode()).hexdigest()[:32]}"
 
 
-def _receive(stack: contextlib.ExitStack, name: str, size: int, memory_bytes: int, deadline: float) -> Links:
-    """Waits for all ranks, and connects each pair."""
-    with _listening(name, deadline) as server:
-        ranks = _all_ranks(server, size, deadline)
-    for link in ranks.values():
-        stack.enter_context(link).settimeout(max(deadline - time.monotonic(), _AGAIN_SECONDS))
-    memory = _memory(ranks.values(), memory_bytes)
+def _memory(memory_bytes: int) -> tuple[int, str | None]:
+    """Makes the memory, or returns why it failed."""
     try:
-        for link in ranks.values():
-            give(link, b"memory", [memory])
-        for left in range(1, size):  # A rank gets its ends in the order of the other ranks.
-            for right in range(left + 1, size):
-                ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                for rank, end in zip((left, right), ends, strict=True):
-                    with end:
-                        give(ranks[rank], b"link", [end.fileno()])
+        return new_memory(memory_bytes), None
     except OSError as error:
-        os.close(memory)
-        what, hint = f"A rank ended while the ranks were being connected: {error}.", "see the output of the other ranks."
-        raise PeerError(message(what, hint, size=size)) from None
-    return Links(0, [None, *(ranks[rank] for rank in range(1, size))], memory)
-
-
-def _memory(links: Collection[socket.socket], memory_bytes: int) -> int:
-    """Makes the memory, or tells all ranks why it failed."""
-    try:
-        return new_memory(memory_bytes)
-    except OSError as error:
-        refused = message(
+        return -1, message(
             f"The ranks cannot have shared memory: the system refuses it ({error.strerror}).",
             hint='raise the limits of this process (ulimit -a), or name another communicator: "tf" or "horovod".',
             code="TFREP-E006",
             num_bytes=memory_bytes,
         )
-        for link in links:
-            with contextlib.suppress(OSError):
-                link.send(refused.encode(), socket.MSG_NOSIGNAL)
-        raise ConfigurationError(refused) from None
 
 
-def _join(stack: contextlib.ExitStack, name: str, rank: int, size: int, deadline: float) -> Links:
-    """Connects to rank 0, and receives the memory and the other connections from it."""
-    first = stack.enter_context(_connected(name, rank, deadline))
-    first.settimeout(max(deadline - time.monotonic(), 0.0) + _GRACE_SECONDS)
-    links: list[socket.socket | None] = [first]
-    try:
-        first.send(json.dumps({"rank": rank, "size": size, "version": __version__}).encode(), socket.MSG_NOSIGNAL)
-        said, files = take(first, 1)
-        if not files:
-            raise ConfigurationError(said.decode())
-        for other in range(1, size):
-            if other == rank:
-                links.append(None)
-            else:
-                _, (end,) = take(first, 1)
-                links.append(stack.enter_context(socket.socket(fileno=end)))
-    except (OSError, PeerError) as error:
-        raise PeerError(_missing(f"Rank 0 did not connect this rank with the others: {error}")) from None
-    return Links(rank, links, files[0])
-
-
-def _listening(name: str, deadline: float) -> socket.socket:
-    while True:
-        server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            server.bind(name)
-            server.listen(_BACKLOG)
-            return server
-        except OSError as error:
-            server.close()
-            if time.monotonic() > deadline:
-                what = f"Another process is rank 0 of this run ({error.strerror})."
-                raise ConfigurationError(message(what, hint="start each rank once.", rank=0)) from None
-        time.sleep(_AGAIN_SECONDS)
-
-
-def _connected(name: str, rank: int, deadline: float) -> socket.socket:
-    while True:
-        link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with contextlib.suppress(OSError):  # Rank 0 does not listen yet.
-            link.connect(name)
-            if _is_own(link):
-                return link
-        link.close()
-        if time.monotonic() > deadline:
-            raise PeerError(_missing("Rank 0 has not come.", rank=rank))
-        time.sleep(_AGAIN_SECONDS)
-
-
-def _all_ranks(server: socket.socket, size: int, deadline: float) -> dict[int, socket.socket]:
-    """Accepts processes until all ranks have sent their numbers. Connections that send nothing, or anything else, do not block."""
-    ranks: dict[int, socket.socket] = {}
-    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
-        selector.register(server, selectors.EVENT_READ)
-        while len(ranks) < size - 1:
-            if time.monotonic() > deadline:
-                missing = [rank for rank in range(1, size) if rank not in ranks]
-                raise PeerError(_missing("Not all ranks have come.", missing=missing))
-            for key, _ in selector.select(_LOOK_SECONDS):
-                if key.fileobj is server:
-                    guest = stack.enter_context(server.accept()[0])
-                    guest.setblocking(False)
-                    if _is_own(guest):
-                        selector.register(guest, selectors.EVENT_READ)
-                    else:
-                        guest.close()
-                    continue
-                guest = cast(socket.socket, key.fileobj)
-                rank = _heard(guest, size, ranks)
-                if rank is None:  # An unknown process, or a rank that has ended and may be replaced.
-                    selector.unregister(guest)
-                    ranks = {other: link for other, link in ranks.items() if link is not guest}
-                    guest.close()
+def _connect_all(size: int, channels: dict[int, Channel], memory: int, own: list[Any], stack: contextlib.ExitStack) -> None:
+    """Gives all ranks the memory, and each pair a connection. A rank gets its ends in the order of the other ranks."""
+    for channel in channels.values():
+        channel.give_descriptor(memory)
+    for left in range(size):
+        for right in range(left + 1, size):
+            ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            for rank, end in zip((left, right), ends, strict=True):
+                if rank == 0:
+                    own[right] = stack.enter_context(end)
                 else:
-                    ranks[rank] = guest
-        stack.pop_all()
-        for key in list(selector.get_map().values()):
-            if key.fileobj not in (server, *ranks.values()):
-                cast(socket.socket, key.fileobj).close()
-    return ranks
-
-
-def _heard(guest: socket.socket, size: int, taken: Container[int]) -> int | None:
-    """Returns the rank of a process of this run; None for another process, which gets the reason if it belongs to this package."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        said = json.loads(guest.recv(_LONGEST_HELLO))
-        rank, own = said["rank"], {"size": size, "version": __version__}
-        same = {name: said[name] for name in own} == own
-        if same and is_count(rank, 1, size - 1) and rank not in taken:
-            return rank
-        what = f"Another process is rank {rank}." if same and rank in taken else f"Rank 0 has {own}."
-        refusal = message(what, hint="start each rank once, all with one launcher and one installation.", **said)
-        guest.send(refusal.encode()[:LONGEST_MESSAGE], socket.MSG_NOSIGNAL)
-    return None
-
-
-def _is_own(link: socket.socket) -> bool:
-    """Returns whether the process at the other end belongs to this user."""
-    credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return struct.unpack("3i", credentials)[1] == os.geteuid()
-
-
-def _missing(what: str, **received: object) -> str:
-    hint = "look for the reason in the output of the other ranks; TFREP_RENDEZVOUS_TIMEOUT sets how long to wait."
-    return message(what, hint=hint, code="TFREP-E013", **received)
+                    with end:
+                        channels[rank].give_descriptor(end.fileno())
