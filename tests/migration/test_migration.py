@@ -180,6 +180,15 @@ def test_tfrep_run_takes_the_programs_as_they_are(program: str, run: Callable[..
     check_equal(run(two_ranks(program, "--prefix", "--communicator", "tf")), one_device, 2)
 
 
+# From `keras.distribution`.
+
+
+@pytest.mark.parametrize("options", [(), ("--strategy", "mirrored")])
+def test_from_keras_distribution(options: Sequence[str], run: Callable[..., Ended]) -> None:
+    (expected,) = run(alone("keras_distribution")).results
+    check_equal(run(two_ranks("keras_distribution", *(options or ["--prefix"]))), expected, 1 if options else 2)
+
+
 # From Horovod.
 
 

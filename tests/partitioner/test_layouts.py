@@ -113,6 +113,25 @@ def test_a_vocabulary(replicas: int, axis: int) -> None:
     assert not step.without_rule
 
 
+def _logits(x: Any, table: Any, labels: Any) -> Any:
+    return [tf.nn.sparse_softmax_cross_entropy_with_logits(labels, x @ table)]
+
+
+def _rows(table: Any, labels: Any) -> Any:
+    return [tf.gather(table, labels)]
+
+
+def test_what_a_vocabulary_sends() -> None:
+    """A number or two for each row, not the logits; and the chosen rows of the table."""
+    labels = _DRAW.integers(0, 12, _ROWS).astype("int32")
+    of_logits = [_X, _drawn(_WIDTH, 12), labels], [REPLICATE, _along(1, 12)(2), REPLICATE]
+    of_rows = [_drawn(12, _WIDTH), labels], [_along(0, 12)(2), REPLICATE]
+    for function, given, sent in ((_logits, of_logits, ["gather", "sum", "sum"]), (_rows, of_rows, ["sum"])):
+        difference, step, _ = differences(function, *given, [1, 1], is_open=False)
+        assert difference < 1e-6
+        assert _sent(step) == sent
+
+
 @pytest.mark.parametrize("counts", [[1, 1], [0, 2]])
 def test_beside_the_rows_of_a_batch(counts: Sequence[int]) -> None:
     """One of the two is sent: a replica has either its rows or its columns of a product."""
