@@ -21,9 +21,11 @@ def _needs(package: str) -> None:
         pytest.skip(f"{package} is not installed: nox -s packages")
 
 
-@pytest.mark.parametrize("package", ["keras_hub", "keras_rs", "scikeras", "bayesflow", "shap", "tensorflow_datasets"])
+@pytest.mark.parametrize(
+    "package", ["keras_hub", "keras_hub_layouts", "keras_rs", "scikeras", "bayesflow", "shap", "tensorflow_datasets"]
+)
 def test_models_of_packages(tmp_path: Path, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    _needs(package)
+    _needs(package.removesuffix("_layouts"))
     monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
     (expected,) = results(run(tmp_path, str(SCRIPTS / "built_with.py"), package).stdout)
     for found in of_ranks(tmp_path, "built_with.py", package):

@@ -26,6 +26,24 @@ def of_keras_hub():
     return model, (x, rng.integers(0, 3, 24))
 
 
+def of_keras_hub_layouts():
+    """Gemma with the layouts that KerasHub gives for it, of all devices there are."""
+    import keras_hub
+    from keras import distribution
+
+    devices = distribution.list_devices()
+    layouts = keras_hub.models.GemmaBackbone.get_layout_map(distribution.DeviceMesh((1, len(devices)), ["batch", "model"], devices))
+    if len(devices) > 1:
+        distribution.set_distribution(distribution.ModelParallel(layout_map=layouts, batch_dim_name="batch"))
+    backbone = keras_hub.models.GemmaBackbone(
+        vocabulary_size=32, num_layers=1, num_query_heads=4, num_key_value_heads=2, hidden_dim=8, intermediate_dim=16, head_dim=4
+    )
+    model = keras.Model(backbone.inputs, backbone.token_embedding(backbone.output, reverse=True))
+    model.compile(keras.optimizers.Adam(0.01), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    tokens = rng.integers(0, 32, (24, 6))
+    return model, ({"token_ids": tokens, "padding_mask": np.ones_like(tokens)}, np.roll(tokens, -1, 1))
+
+
 def of_keras_rs():
     import keras_rs
 
