@@ -152,6 +152,57 @@ def test_each_layer_gathers_its_weights_again() -> None:
     assert rounds == [1] * (6 + 3)
 
 
+class _Tied(keras.layers.Layer):
+    """A last layer with the table of an embedding."""
+
+    def __init__(self, table: keras.layers.Embedding) -> None:
+        super().__init__()
+        self.table = table
+
+    def call(self, x: Any) -> Any:
+        return keras.ops.matmul(x, keras.ops.transpose(self.table.embeddings))
+
+
+def _images(layers: Any) -> Any:
+    x = keras.Input((12, 12, 3))
+    y = layers.Conv2D(8, 3, use_bias=False, kernel_regularizer="l2")(x)
+    y = layers.ReLU()(layers.BatchNormalization()(y))
+    y = layers.SpatialDropout2D(0.2, seed=3)(layers.DepthwiseConv2D(3)(y))
+    return x, layers.GlobalAveragePooling2D()(layers.Conv2DTranspose(4, 3)(y))
+
+
+def _series(layers: Any) -> Any:
+    x = keras.Input((7, 5))
+    return x, layers.GRU(5)(layers.Bidirectional(layers.LSTM(6, return_sequences=True))(x))
+
+
+def _words(layers: Any) -> Any:
+    x = keras.Input((7,), dtype="int32")
+    table = layers.Embedding(20, 8)
+    y = table(x)
+    y = layers.LayerNormalization()(y + layers.MultiHeadAttention(2, 4)(y, y, use_causal_mask=True))
+    return x, _Tied(table)(y + layers.Dense(8)(layers.Dense(16, "gelu")(y)))
+
+
+def _fitted(make: Any) -> list[np.ndarray]:
+    keras.utils.set_random_seed(1)
+    model = keras.Model(*make(keras.layers))
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=1.0), "mse")
+    draw = np.random.RandomState(0)
+    x = draw.randint(0, 20, (22, *model.input_shape[1:])).astype(model.input.dtype)
+    y = draw.randn(22, *model.output_shape[1:]).astype("float32")
+    history = model.fit(x, y, batch_size=8, epochs=2, verbose=0, shuffle=False).history
+    return [np.array(history["loss"]), model.predict(x, verbose=0, batch_size=8), *model.get_weights()]
+
+
+@pytest.mark.lane("sharded_training")
+@pytest.mark.parametrize("make", [_images, _series, _words])
+def test_kinds_of_layers(make: Any) -> None:
+    with mirrored(2).scope():
+        found = _fitted(make)
+    same(found, _fitted(make))
+
+
 def test_eager_steps() -> None:
     with mirrored(2).scope(), pytest.warns(UserWarning, match="run eagerly"):
         found = trained("Adam", run_eagerly=True)

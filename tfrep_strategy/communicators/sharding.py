@@ -94,7 +94,7 @@ class Even(Cut):
 
     def rows(self, whole: tf.Tensor) -> tf.Tensor:
         """Returns the parts of all replicas, of shape `[size, elements of a part]`."""
-        flat = tf.reshape(whole, [-1])
+        flat = tf.reshape(whole, [self.shape.num_elements()])  # The static shape of a gradient may be unknown.
         return tf.reshape(_padded(flat, self.size * self.part_shape.num_elements()), [self.size, -1])
 
     def joined(self, parts: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -88,7 +88,7 @@ def nudge() -> Callable[[], None]:
 
 
 def note(call: str, results: Any, weights: Sequence[Any] = ()) -> None:
-    """Records the results of a call if a script is verified; on rank 0 only.
+    """Records the results of a call if a script is verified. All ranks call it, and rank 0 writes.
 
     Args:
         call: Its name.
@@ -96,12 +96,13 @@ def note(call: str, results: Any, weights: Sequence[Any] = ()) -> None:
         weights: The variables of a model.
     """
     asked = verification()
-    if asked is None or not getattr(tf.distribute.get_strategy().extended, "is_chief", True):
+    if asked is None:
         return
     leaves = {"/".join(map(str, path)) or "the result": x for path, x in keras.tree.flatten_with_path(results)}
     found = {f"result {name}": x for name, x in leaves.items()} | {f"weight {i} ({x.path})": x for i, x in enumerate(weights)}
     arrays = {name: value for name, each in found.items() if (value := _as_numbers(each)) is not None}
-    (asked.folder / f"result{next(_numbers):06}.pkl").write_bytes(pickle.dumps((call, arrays)))
+    if getattr(tf.distribute.get_strategy().extended, "is_chief", True):  # All ranks read sharded weights.
+        (asked.folder / f"result{next(_numbers):06}.pkl").write_bytes(pickle.dumps((call, arrays)))
 
 
 def _as_numbers(value: Any) -> tuple[Any, float] | None:
