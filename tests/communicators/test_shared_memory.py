@@ -260,7 +260,7 @@ def test_a_forked_child_keeps_no_connection() -> None:
 def test_strangers_keep_nobody_waiting() -> None:
     """They are silent, or say what is no greeting. Another user is not even heard."""
     run = name_of(test_strangers_keep_nobody_waiting)
-    name = Place(socket_name(run), 0, 3).target
+    name = Place(socket_name(run), 0, 3, has_name=True).target
     with contextlib.ExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor(3))
         ranks = [threads.submit(meet, run, 0, 3, 4096, LIMIT)]
@@ -327,7 +327,7 @@ def test_who_does_not_belong_to_the_run_is_told_why(monkeypatch: pytest.MonkeyPa
 
 def is_listening(run: str) -> bool:
     with socket.socket(socket.AF_UNIX) as stranger:
-        return not stranger.connect_ex(Place(socket_name(run), 0, 2).target)
+        return not stranger.connect_ex(Place(socket_name(run), 0, 2, has_name=True).target)
 
 
 def test_who_is_missing_is_named() -> None:

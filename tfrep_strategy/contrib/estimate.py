@@ -78,7 +78,8 @@ def estimate(
         The numbers, in bytes, as `--json` prints them.
 
     Raises:
-        ConfigurationError: There is no such script, a number cannot be used, or the script has traced no step.
+        ConfigurationError: There is no such script, a number cannot be used, the script has traced no step, or its weights are
+            sharded.
         TfrepError: The script has failed before.
 
     Example:
@@ -99,6 +100,9 @@ def estimate(
         # What the script prints is not the answer.
         done = subprocess.run(command, env=environ, stdout=sys.stderr.fileno(), check=False)
         found = json.loads(path.read_text("utf-8")) if path.exists() else None
+    if found and "shards_weights" in found:
+        hint = "estimate the script without shard_weights and layouts; divide the weights, slots and gradients that are split."
+        raise ConfigurationError(message("Steps whose weights are sharded are not estimated.", hint, script=target))
     if found:
         return dict(found)
     if done.returncode:

@@ -84,7 +84,10 @@ def run(replicas: int, memory: int | None, result: Path, program: Sequence[str],
     def end(traced: OneDeviceTrace, batch: int | None) -> NoReturn:
         with tf.init_scope():
             rows = batch or _rows_of_fit(traced.strategy)
-            found = {} if rows is None else Needs(traced, rows, replicas).report(memory)
+            if traced.shards_weights:
+                found: dict[str, Any] = {"shards_weights": True}
+            else:
+                found = {} if rows is None else Needs(traced, rows, replicas).report(memory)
         result.write_text(json.dumps(found and {"line": user_line(), **found}), "utf-8")
         sys.stdout.flush()
         sys.stderr.flush()

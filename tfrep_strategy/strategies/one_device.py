@@ -293,6 +293,11 @@ class OneDeviceTrace:
         self._watch = None if asked is None else self._watched(asked)
         self.without_rule = self.step.without_rule
 
+    @property
+    def shards_weights(self) -> bool:
+        """Whether replicas hold parts of a weight that it uses."""
+        return any(isinstance(_variable_of(captured), ShardedWeight) for captured in self._captured)
+
     def takes(self, specs: Sequence[Any]) -> bool:
         """Returns whether it was traced for whatever has these specifications, each None for what stands for None."""
         pairs = zip(specs, self._specs, strict=True)

@@ -32,14 +32,15 @@ class Place:
     """The meeting point of some processes, and the number of this one.
 
     Args:
-        address: "host:port" of process 0, as the others reach it; or "@" and a name that the kernel of one machine keeps, for
-            processes of one user. Such a name ends with the process.
+        address: "host:port" of process 0, as the others reach it.
         number: Number of this process, from 0.
         count: Number of processes.
         one_machine: Whether all are on this machine. They then meet on its loopback interface.
         noun: The word for a process in messages.
         shared: The word in messages for what the processes must share.
         setting: The setting of what they share.
+        has_name: Whether the address is a name that the kernel of one machine keeps, for processes of one user. No network reaches
+            it, and it ends with the process.
 
     Raises:
         ConfigurationError: The address cannot be read.
@@ -56,21 +57,17 @@ class Place:
     noun: str = "rank"
     shared: str = "secret"
     setting: str = "TFREP_SECRET_FILE"
+    has_name: bool = False
 
     def __post_init__(self) -> None:
         if not self.has_name:
             checked(Address, "rendezvous", self.address, hint="give the address at which the processes can meet.")
 
     @property
-    def has_name(self) -> bool:
-        """Whether the kernel keeps the address, so that no network reaches it."""
-        return self.address.startswith("@")
-
-    @property
     def target(self) -> tuple[str, int] | str:
         """The host and the port to which the others connect; or the name."""
         if self.has_name:
-            return "\0" + self.address[1:]
+            return "\0" + self.address.removeprefix("@")
         host, _, port = self.address.rpartition(":")
         return LOOPBACK if self.one_machine else host.strip("[]"), int(port)
 

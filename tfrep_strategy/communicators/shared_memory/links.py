@@ -185,7 +185,7 @@ def meet(run: str, rank: int, size: int, memory_bytes: int, seconds: float) -> L
         ConfigurationError: Two processes have the same rank, or processes have different sizes or versions; or there is no memory.
         PeerError: Not all ranks arrive in time, or a rank ends.
     """
-    place = Place(socket_name(run), rank, size, one_machine=True)
+    place = Place(socket_name(run), rank, size, one_machine=True, has_name=True)
     links: list[socket.socket | None] = [None] * size
     with contextlib.ExitStack() as stack:  # Closes what is open if anything fails.
         memory, problem = _memory(memory_bytes) if rank == 0 else (-1, None)
