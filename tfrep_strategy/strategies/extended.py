@@ -192,7 +192,8 @@ class SynchronousExtended(NoticesKeras2):
     def _is_sharded(self, value: tf.Tensor) -> bool:
         """Returns whether a weight of this value is kept in parts."""
         size = (value.shape.num_elements() or 0) * value.dtype.size
-        return value.dtype.is_floating and size >= max(1, self.strategy.shard_weights_min_bytes)
+        is_known = not tf.is_symbolic_tensor(value)
+        return is_known and value.dtype.is_floating and size >= self.strategy.shard_weights_min_bytes
 
     def initial_on_all(self, value: tf.Tensor) -> tf.Tensor:
         """Returns rank 0's initial value of a weight that is kept in parts. All processes make it."""
