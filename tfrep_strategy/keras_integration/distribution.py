@@ -26,7 +26,7 @@ make_strategy: Callable[[Sequence[str]], Any] | None = None
 _entered: Any = None
 """The strategy that a distribution has brought into scope."""
 _checked: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Distributions whose layout maps were compared with a model."""
+"""Distributions whose layout maps were found to fit a model."""
 
 
 def list_devices(device_type: str | None = None) -> list[str]:
@@ -105,6 +105,7 @@ def enter(set_distribution: Any, value: Any) -> None:
         ConfigurationError: The mesh has another number of devices than the strategy in scope has replicas.
     """
     global _entered
+    set_distribution(None)
     if _entered is not None:
         tf.distribute.experimental_set_strategy(None)
         _entered = None
@@ -200,7 +201,6 @@ def check_layouts(model: Any) -> None:
     current = distribution.distribution()
     if not isinstance(current, distribution.ModelParallel) or current in _checked:
         return
-    _checked.add(current)
     of_variables = [pattern for pattern in current._layout_map if not pattern.endswith("/output")]
     unused = [each for each in of_variables if not any(re.fullmatch(each, variable.path) for variable in model.variables)]
     if unused and len(unused) == len(of_variables):
@@ -211,5 +211,6 @@ def check_layouts(model: Any) -> None:
                 patterns=unused,
             )
         )
+    _checked.add(current)
     if unused:
         warn(f"Patterns of the layout map match no variable of the model {model.name!r}: {', '.join(unused)}.")
