@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import random
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -53,6 +54,42 @@ def test_a_drawn_program(seed: int) -> None:
         with tfrep.MirroredStrategy([f"CPU:{i}" for i in range(replicas)]).scope(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "(?s).*no rule for rows")
             found = _outcome(program)
-        for (name, right), (other, value) in zip(expected.items(), found.items(), strict=True):
-            where = f"TFREP_DRAWN_SEED={seed} TFREP_DRAWN=1, {replicas} replicas: {name}, {other} of {program.text}"
-            np.testing.assert_allclose(value, right, rtol=1e-7, atol=1e-8, err_msg=where)
+        _check(expected, found, f"TFREP_DRAWN_SEED={seed} TFREP_DRAWN=1, {replicas} replicas", program)
+
+
+def _check(expected: dict[str, Any], found: dict[str, Any], where: str, program: Program) -> None:
+    for (name, right), (other, value) in zip(expected.items(), found.items(), strict=True):
+        told = f"{where}: {name}, {other} of {program.text}"
+        np.testing.assert_allclose(value, right, rtol=1e-7, atol=1e-8, err_msg=told)
+
+
+class _DrawnLayouts(keras.distribution.ModelParallel):
+    """Splits each variable along an axis that is drawn, if two devices divide one.
+
+    Args:
+        batch: How many of two devices share the rows of a batch.
+        seed: The axes are drawn from this.
+    """
+
+    def __init__(self, batch: int, seed: int) -> None:
+        mesh = keras.distribution.DeviceMesh((batch, 2 // batch), ["batch", "model"], ["cpu:0", "cpu:1"])
+        super().__init__(layout_map=keras.distribution.LayoutMap(mesh), batch_dim_name="batch")
+        self._draw, self._names = random.Random(seed), ("batch", "model")[batch == 1]
+
+    def get_variable_layout(self, variable: Any) -> Any:
+        axes = [axis for axis, size in enumerate(variable.shape) if size and size % 2 == 0]
+        split = self._draw.choice([*axes, None]) if axes else None
+        layout = [self._names if axis == split else None for axis in range(len(variable.shape))]
+        return getattr(variable, "_layout", None) or keras.distribution.TensorLayout(layout, self.device_mesh)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("seed", range(SEED, SEED + MANY))
+def test_drawn_layouts(seed: int, batch: int) -> None:
+    tfrep.enable_keras_distribution()
+    program = drawn(seed)
+    expected = _outcome(program)
+    with _DrawnLayouts(batch, seed).scope(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "(?s).*no rule for rows")
+        found = _outcome(program)
+    _check(expected, found, f"TFREP_DRAWN_SEED={seed} TFREP_DRAWN=1, layouts, batch axis {batch}", program)

@@ -385,7 +385,7 @@ class Planner(Values):
             taker.sizes[taken.name] = giver.sizes[given.name]
         if given.name in giver.whole:
             taker.whole[taken.name] = giver.whole[given.name]
-        if (dims := giver.dims(given)) is not None:
+        if (dims := giver.dims_held(given)) is not None:
             taker.known_dims[taken.name] = dims
 
     def _manual_controls(self, operation: Any) -> list[Any]:

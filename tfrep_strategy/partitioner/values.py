@@ -163,6 +163,10 @@ class Values:
             dims[placed.placement.axis] = placed.placement.size
         return dims
 
+    def dims_held(self, tensor: Any) -> list[Size] | None:
+        """Returns the global shape of a tensor, or of the variable behind a handle that a layout shards."""
+        return self.known_dims.get(tensor.name) if tensor.dtype == tf.resource else self.dims(tensor)
+
     def rank(self, tensor: Any) -> int | None:
         """Returns the rank of a tensor, if it is known."""
         dims = self.dims(tensor)

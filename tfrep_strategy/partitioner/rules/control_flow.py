@@ -60,7 +60,7 @@ class Entry:
 
 def entry(plan: Planner, tensor: Any, has_whole: bool = False) -> Entry:
     """Returns the knowledge about a tensor. Rows that data have chosen enter and leave a body as whole tensors."""
-    value, sizes, dims = plan.value(tensor), plan.sizes_of(tensor), plan.dims(tensor)
+    value, sizes, dims = plan.value(tensor), plan.sizes_of(tensor), plan.dims_held(tensor)
     placement = REPLICATE if isinstance(value.placement, Shard) and value.placement.rows > 0 else value.placement
     held = None if sizes is None else (sizes.shape, *map(_known_inside, sizes.ravel()))
     varies = value.local.varies and isinstance(value.placement, Replicate)

@@ -38,8 +38,7 @@ def shape_of_variable(plan: Planner, operation: Any) -> None:
     placement = plan.placement(operation.inputs[0])
     if isinstance(placement, Shard):
         (result,) = operation.outputs
-        shape = operation.inputs[0]._handle_data.shape_and_type[0].shape  # The trace has the whole variable.
-        plan.put(result, REPLICATE, plan.program.constant([size.size for size in shape.dim], result.dtype))
+        plan.put(result, REPLICATE, plan.program.constant(plan.known_dims[operation.inputs[0].name], result.dtype))
         return
     if isinstance(placement, Parts):
         (result,) = operation.outputs
