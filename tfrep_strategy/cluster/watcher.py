@@ -59,7 +59,7 @@ class Watcher:
             )
 
     def lend(self, connection: Connection) -> None:
-        """Lends it a connection to another rank, for the reason of a kill: `("frozen", number, the observed state)`.
+        """Lends it a connection to another rank, for the reason of a kill: `("frozen", number, the observed state, where it was)`.
 
         Args:
             connection: Must be ended with `hang_up`, since it is open in both processes.
@@ -169,7 +169,7 @@ def _end(frozen: Frozen, name: str, pid: int, lent: Sequence[int]) -> None:
         with contextlib.suppress(OSError), Connection(descriptor) as connection:
             with socket.socket(fileno=os.dup(descriptor)) as own:
                 own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", _SEND_SECONDS, 0))
-            connection.send(("frozen", frozen.rank, frozen.seen))
+            connection.send(("frozen", frozen.rank, frozen.seen, frozen.where.get(frozen.rank)))
     if os.getppid() == pid:
         print(f"tfrep: {name} {frozen.seen}, and is killed by its watcher.", file=sys.stderr, flush=True)
         os.kill(pid, signal.SIGKILL)

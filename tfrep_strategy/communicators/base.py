@@ -13,8 +13,10 @@ import cloudpickle
 import numpy as np
 import tensorflow as tf
 
+from tfrep_strategy.cluster.flight_recorder import RECORDER
 from tfrep_strategy.cluster.profiles.traces import HOST_COLLECTIVE
 from tfrep_strategy.communicators.order import Order
+from tfrep_strategy.core.calls import Call, user_line
 from tfrep_strategy.core.validation import checked
 from tfrep_strategy.errors import ConfigurationError, DesyncError, PeerError, is_count, message
 
@@ -381,7 +383,12 @@ class HostCommunicator(Communicator):
 
     A subclass implements the methods on arrays. These are contiguous and must not be written to. Collectives of a function
     run in program order, unused ones too.
+
+    Attributes:
+        group: The ranks of the run that take part, for the record of collectives; none if they are not known.
     """
+
+    group: Sequence[int] = ()
 
     @abc.abstractmethod
     def reduce_arrays(self, arrays: Arrays, op: str) -> Arrays:
@@ -468,7 +475,14 @@ class HostCommunicator(Communicator):
                 raise tf.errors.UnavailableError(None, None, str(error)) from error
         with outside_xla(), tf.device("CPU:0"):
             dtypes = [tensor.dtype for tensor in tensors]
-            operation = lambda *arrays: talk([_array(array) for array in arrays])  # noqa: E731
+            line, names = user_line(), [dtype.name for dtype in dtypes]
+
+            def operation(*arrays: Any) -> Arrays:
+                given = [_array(array) for array in arrays]
+                tensors = tuple(zip(names, [array.shape for array in given], strict=True))
+                with RECORDER.collective(self.group, Call(kind, option, tensors, line)):
+                    return talk(given)
+
             # TensorFlow keeps calls of Python in program order, except in a branch or loop that also uses variables.
             order = Order.of("CPU:0")
             with tf.control_dependencies([order.mark()]):

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfrep_strategy.partitioner.rules  # noqa: F401  (registers the rules)
-from tfrep_strategy.communicators.peers.reports import user_line
+from tfrep_strategy.core.calls import user_line
 from tfrep_strategy.partitioner.choice import can_be_cut, cheapest
 from tfrep_strategy.partitioner.emitter import Emitter, Transport
 from tfrep_strategy.partitioner.placements import REPLICATE, Own, Partial, Placement, Replicate, Shard, Size

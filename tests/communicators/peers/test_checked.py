@@ -13,7 +13,7 @@ from needs import needs_horovod
 from workers import WorkerPool
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.communicators.peers.reports import user_line
+from tfrep_strategy.core.calls import user_line
 from tfrep_strategy.errors import DesyncError
 
 BOTH = pytest.mark.parametrize(

@@ -20,7 +20,8 @@ from tfrep_strategy.cluster.rendezvous.connections import connect
 from tfrep_strategy.communicators.base import SingleCommunicator
 from tfrep_strategy.communicators.peers.hub import Hub
 from tfrep_strategy.communicators.peers.monitor import PeerLostError, PeerMonitor
-from tfrep_strategy.communicators.peers.reports import Call, Report
+from tfrep_strategy.communicators.peers.reports import Report
+from tfrep_strategy.core.calls import Call
 from tfrep_strategy.errors import DesyncError
 
 pytestmark = pytest.mark.lane("faults")
