@@ -77,8 +77,9 @@ def test_a_stopped_process_is_named_to_others_and_killed(start: Start, tmp_path:
     began = time.monotonic()
     process, connection = start(STOP)
     assert connection.poll(20.0)
-    kind, number, seen = connection.recv()
+    kind, number, seen, where = connection.recv()
     assert (kind, number) == ("frozen", 7)
+    assert where is None or where.now == []  # It may be stopped before its first sign.
     assert re.fullmatch(r"is stopped \(state T\), for \d+ seconds by now", seen)
     with pytest.raises(EOFError):
         connection.recv()

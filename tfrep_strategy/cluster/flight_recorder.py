@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tfrep_strategy.core.calls import Call, line_of_main_thread, lines_of_other_threads
 
@@ -213,7 +213,7 @@ class Recorder:
         for group, count in list(self._counts.items()):
             counts[name_of(group)] = counts.get(name_of(group), 0) + count
         inside = [each.told(now) for each in kept if not each.ended] + [each for each in of_places if each.state == "entered"]
-        ended = [each for each in of_places if each.state == "done"] + [each.told(now) for each in kept[-1:] if each.ended]
+        ended = [each for each in of_places if each.state == "done"] + [each.told(now) for each in kept if each.ended][-1:]
         last = max(ended, key=_end, default=None)
         idle = None if inside else round(time.time() - (_end(last) if last else self._began), 3)
         return Whereabouts(line_of_main_thread(), lines_of_other_threads(), inside, last, idle, self.calls, self.in_call, counts)
@@ -312,9 +312,14 @@ class Hang:
         for rank, word in self.ranks.items():
             alike.setdefault(word if len(self.ranks) > _NAMED else f"{rank}: {word}", []).append(rank)
         lines = [f"  rank{'s' * (len(ranks) > 1)} {name_of(ranks)}: {self.ranks[ranks[0]]}" for ranks in alike.values()]
+        return [*lines, self.last_line]
+
+    @property
+    def last_line(self) -> str:
+        """The sentence that says which rank lags."""
         if self.lags is None:
-            return [*lines, "No rank lags: all have called equally many collectives."]
-        return [*lines, f"The first rank that lags is rank {self.lags}."]
+            return "No rank lags: all are in a collective, of which they have called equally many."
+        return f"The first rank that lags is rank {self.lags}."
 
     def write(self, folder: Path | None) -> None:
         """Writes `hang.json` to a folder, if there is one.
@@ -391,6 +396,38 @@ def read_hang(folder: Path) -> Hang | None:
         read = json.loads((folder / FILE).read_text("utf-8"))
         return Hang(read["what"], {int(rank): word for rank, word in read["ranks"].items()}, read["lags"], read["time"])
     return None
+
+
+class Flight(NamedTuple):
+    """The record that a rank has written.
+
+    Attributes:
+        where: Where the rank was.
+        collectives: Its last collectives, the newest last.
+    """
+
+    where: Whereabouts
+    collectives: Sequence[Collective]
+
+
+def read_flights(folder: Path) -> dict[int, Flight]:
+    """Reads the records that ranks have written when they hung, by rank.
+
+    Args:
+        folder: The folder of the logs.
+
+    Example:
+        >>> read_flights(Path())
+        {}
+    """
+    found = {}
+    for path in folder.glob(FLIGHTS):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # A full disk has cut it.
+            read = json.loads(path.read_text("utf-8"))
+            found[int(read["rank"])] = Flight(
+                Whereabouts.of_json(read["where"]), [Collective(**each) for each in read["collectives"]]
+            )
+    return dict(sorted(found.items()))
 
 
 def _write(path: Path, told: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfrep_strategy.cluster.flight_recorder import RECORDER
 from tfrep_strategy.cluster.profiles.traces import HOST_COLLECTIVE
 from tfrep_strategy.communicators.order import Order
-from tfrep_strategy.core.calls import Call, user_line
+from tfrep_strategy.core.calls import Call, line_of
 from tfrep_strategy.core.validation import checked
 from tfrep_strategy.errors import ConfigurationError, DesyncError, PeerError, is_count, message
 
@@ -475,7 +475,10 @@ class HostCommunicator(Communicator):
                 raise tf.errors.UnavailableError(None, None, str(error)) from error
         with outside_xla(), tf.device("CPU:0"):
             dtypes = [tensor.dtype for tensor in tensors]
-            line, names = user_line(), [dtype.name for dtype in dtypes]
+            # TensorFlow keeps calls of Python in program order, except in a branch or loop that also uses variables.
+            order = Order.of("CPU:0")
+            mark = order.mark()
+            line, names = line_of(mark), [dtype.name for dtype in dtypes]
 
             def operation(*arrays: Any) -> Arrays:
                 given = [_array(array) for array in arrays]
@@ -483,9 +486,7 @@ class HostCommunicator(Communicator):
                 with RECORDER.collective(self.group, Call(kind, option, tensors, line)):
                     return talk(given)
 
-            # TensorFlow keeps calls of Python in program order, except in a branch or loop that also uses variables.
-            order = Order.of("CPU:0")
-            with tf.control_dependencies([order.mark()]):
+            with tf.control_dependencies([mark]):
                 results = tf.nest.flatten(tf.numpy_function(operation, tensors, dtypes, name=HOST_COLLECTIVE))
             with tf.control_dependencies(results):
                 order.mark()

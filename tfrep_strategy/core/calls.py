@@ -98,6 +98,17 @@ def user_line(stack: Iterable[tuple[str, int]] | None = None) -> str:
     return "an unknown line"
 
 
+def line_of(operation: Any) -> str:
+    """Returns the line of the user's program that made an operation of a graph, as `user_line` does.
+
+    Example:
+        >>> with tf.Graph().as_default():
+        ...     line_of(tf.constant(1).op)  # doctest: +SKIP
+        '/home/me/model.py:12'
+    """
+    return user_line((frame.filename, frame.lineno) for frame in reversed(operation.traceback))
+
+
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame

@@ -14,7 +14,7 @@ from tfrep_strategy.communicators.base import Communicator, HostCommunicator, Si
 from tfrep_strategy.communicators.order import Order
 from tfrep_strategy.communicators.peers.monitor import PeerMonitor
 from tfrep_strategy.communicators.peers.reports import describe_difference, group_of
-from tfrep_strategy.core.calls import Call, purpose, user_line
+from tfrep_strategy.core.calls import Call, line_of, purpose, user_line
 from tfrep_strategy.errors import DesyncError
 
 _Result = TypeVar("_Result")
@@ -136,7 +136,7 @@ class CheckedCommunicator(Communicator):
         """Adds an operation that reports each time that the function runs, before the collective."""
         dtypes = [tensor.dtype.name for tensor in tensors]
         mark = self._order.mark()
-        line = user_line((frame.filename, frame.lineno) for frame in reversed(mark.traceback))
+        line = line_of(mark)
 
         def report(*shapes: Any) -> Any:
             described = tuple((dtype, tuple(map(int, shape))) for dtype, shape in zip(dtypes, shapes, strict=True))

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfrep_strategy.cluster.flight_recorder import Collective, name_of
 from tfrep_strategy.communicators.peers.reports import Report
-from tfrep_strategy.core.calls import Call, user_line
+from tfrep_strategy.core.calls import Call, line_of
 
 
 class Stay(NamedTuple):
@@ -58,8 +58,8 @@ class Position:
         note = self._notes[place] if place in self._notes else self._notes.setdefault(place, _Note())
         with tf.device("CPU:0"):
             number = tf.constant([len(self._calls)])
-            line = user_line((frame.filename, frame.lineno) for frame in reversed(number.op.traceback))
-            self._calls.append(Call(kind, f"in {place}", tuple((tensor.dtype.name, ()) for tensor in tensors), line))
+            dtypes = tuple((tensor.dtype.name, ()) for tensor in tensors)
+            self._calls.append(Call(kind, f"in {place}", dtypes, line_of(number.op)))
             self._last_at[place] = self._calls[-1]
             handle = note.handle()
             times = _read(handle)[:1] + 1
