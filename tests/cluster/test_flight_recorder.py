@@ -62,9 +62,9 @@ def test_a_rank_that_does_not_come(communicator: str, kind: str, line: str, tmp_
     assert hang is not None
     assert re.fullmatch(r"Rank 1 has called no collective for \d+ seconds, and others wait\.", hang.what)
     assert hang.lags == 1
-    called = "        tfrep.all_reduce(tf.ones([3]))" if eager else "lambda: tfrep.all_reduce(tf.ones([3])))"
+    called = "# Eagerly." if eager else "return strategy.run(lambda: tfrep.all_reduce(tf.ones([3])))"
     what = rf"all_reduce\(float32\[3\], .*\), number \d+ of ranks 0-1, at {line_of(called)}"
-    assert re.match(rf"in {what} for \d+ s; Python is at {PROGRAM}:\d+ in main", hang.ranks[0])
+    assert re.match(rf"in {what} for \d+ s; Python is at {PROGRAM}:\d+ in (main|<lambda>)", hang.ranks[0])
     function = "think" if kind == "python" else "read"
     after = r"in no collective for \d+ s, after .*, number \d+ of ranks 0-1, at "
     assert re.match(rf"{after}.*; Python is at {line_of(line)} in {function}", hang.ranks[1])
@@ -72,8 +72,7 @@ def test_a_rank_that_does_not_come(communicator: str, kind: str, line: str, tmp_
         assert sentence in output
     flights = read_flights(tmp_path / "logs")
     assert list(flights) == [0, 1]
-    assert flights[1].where.python.startswith(re.sub(r"\\\\?", "", line_of(line)))
-    assert "tfrep.all_reduce" not in flights[1].where.python
+    assert flights[1].collectives[-1].state == "done"
     shown = table(tmp_path)
     assert hang.what in shown
     assert re.search(r"lags +│ +1 +│", shown)
@@ -86,7 +85,9 @@ def test_ranks_in_different_collectives(tmp_path: Path) -> None:
     hang = read_hang(tmp_path / "logs")
     assert hang is not None
     assert hang.what == f"Only some of the ranks 0, 1 called a collective in which others have waited for {LIMIT} seconds."
-    for rank, (place, line) in enumerate((("step", "lambda: tfrep.all_reduce(tf.ones([3])))"), ("end", '[3]), "max")'))):
+    for rank, (place, line) in enumerate(
+        (("step", "return strategy.run(lambda: tfrep.all_reduce(tf.ones([3])))"), ("end", '[3]), "max")'))
+    ):
         what = rf"in all_reduce\(float32\[3\], in {place}\..*\), number \d+ of ranks 0-1, at {line_of(line)} for \d+ s; "
         assert re.match(rf"{what}Python is at {line_of('(end if hangs else step)()')} in main", hang.ranks[rank])
     assert hang.lags is None

@@ -1,4 +1,4 @@
-"""A program in which rank 1 hangs: `hangs.py KIND FOLDER`. Ranks sum in a `tf.function`, and each also sums eagerly."""
+"""A program in which rank 1 hangs: `hangs.py KIND FOLDER`. Ranks sum in a `tf.function`, or, for `KIND-eager`, eagerly."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def main(kind: str, folder: Path) -> None:
         if kind == "order" and number == STEPS - 1:
             (end if hangs else step)()
         if eager:
-            tfrep.all_reduce(tf.ones([3]))
+            strategy.run(lambda: tfrep.all_reduce(tf.ones([3])))  # Eagerly.
         else:
             step()
 
