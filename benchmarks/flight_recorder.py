@@ -25,9 +25,11 @@ def measured(rounds: int, steps: int) -> dict[str, float]:
     import tensorflow as tf
 
     from tfrep_strategy.cluster.flight_recorder import RECORDER
+    from tfrep_strategy.core.calls import Call
 
     strategy = tf.distribute.get_strategy()
-    enter, leave, entry = RECORDER.enter, RECORDER.leave, RECORDER.enter((), None)  # type: ignore[arg-type]
+    enter, leave = RECORDER.enter, RECORDER.leave
+    entry = enter((), Call("none", "", (), ""))
     leave(entry)
 
     def switch(is_on: bool) -> None:

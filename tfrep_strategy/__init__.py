@@ -78,7 +78,8 @@ __all__ = [
     "MultiWorkerStrategy", "ParameterServerReplicator", "ParameterServerStrategy",
     "Replicator", "SidecarEvaluator", "TimedCheckpoint", "__version__", "all_gather", "all_gather_object",
     "all_mean", "all_reduce", "all_sum", "all_to_all", "auto_strategy", "barrier", "broadcast", "broadcast_object", "chief_first",
-    "exit_on_server_loss", "flight_recorder", "is_chief", "is_ending", "launch", "local_cluster", "logical_device", "map_gather", "map_reduce",
+    "exit_on_server_loss", "flight_recorder", "is_chief", "is_ending", "launch", "local_cluster", "logical_device", "map_gather",
+    "map_reduce",
     "num_replicas", "partition",
     "reduce_scatter", "register_communicator", "register_environment", "replica_id", "use_logical_cpus",
 ]  # fmt: skip
