@@ -213,7 +213,8 @@ class Recorder:
         for group, count in list(self._counts.items()):
             counts[name_of(group)] = counts.get(name_of(group), 0) + count
         inside = [each.told(now) for each in kept if not each.ended] + [each for each in of_places if each.state == "entered"]
-        ended = [each for each in of_places if each.state == "done"] + [each.told(now) for each in kept if each.ended][-1:]
+        newest = [each.told(now) for each in itertools.islice((each for each in reversed(kept) if each.ended), 1)]
+        ended = [each for each in of_places if each.state == "done"] + newest
         last = max(ended, key=_end, default=None)
         idle = None if inside else round(time.time() - (_end(last) if last else self._began), 3)
         return Whereabouts(line_of_main_thread(), lines_of_other_threads(), inside, last, idle, self.calls, self.in_call, counts)
