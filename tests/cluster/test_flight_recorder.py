@@ -106,7 +106,7 @@ def test_a_rank_that_is_stopped(communicator: str, tmp_path: Path) -> None:
     seen = r"is stopped \(state T\), for \d+ seconds by now"
     assert re.fullmatch(rf"Rank 1 {seen}\.", hang.what)
     assert re.match(r"in all_reduce\(float32\[3\], .*\), number \d+ of ranks 0-1, at ", hang.ranks[0])
-    assert re.match(rf"{seen}; before that in no collective for \d+ s.*; Python is at .*:\d+ in ", hang.ranks[1])
+    assert re.match(rf"{seen}; before that in .*; Python is at .*:\d+ in ", hang.ranks[1])  # Up to a second before.
     assert hang.lags == 1
     for sentence in hang.lines():
         assert sentence in output
