@@ -20,7 +20,8 @@ from tfrep_strategy.cluster.rendezvous.introductions import Place
 from tfrep_strategy.cluster.rendezvous.meeting import meet
 from tfrep_strategy.communicators.base import Communicator
 from tfrep_strategy.communicators.peers.monitor import PeerMonitor
-from tfrep_strategy.communicators.peers.reports import Call, group_of
+from tfrep_strategy.communicators.peers.reports import group_of
+from tfrep_strategy.core.calls import Call
 from tfrep_strategy.errors import ConfigurationError
 
 _Result = TypeVar("_Result")

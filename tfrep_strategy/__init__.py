@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tfrep_strategy import errors as errors
     from tfrep_strategy.cluster import environments as environments
     from tfrep_strategy.cluster.environments import Environment, register_environment
+    from tfrep_strategy.cluster.flight_recorder import flight_recorder
     from tfrep_strategy.cluster.resolver import local_cluster
     from tfrep_strategy.cluster.transports import register_communicator
     from tfrep_strategy.communicators import Communicator
@@ -55,7 +56,8 @@ if TYPE_CHECKING:
     from tfrep_strategy.training.sidecar_evaluator import SidecarEvaluator
 else:
     __getattr__, __dir__ = names_loaded_when_used(__name__, {
-        "cluster.environments": ["Environment", "register_environment"], "cluster.resolver": ["local_cluster"],
+        "cluster.environments": ["Environment", "register_environment"], "cluster.flight_recorder": ["flight_recorder"],
+        "cluster.resolver": ["local_cluster"],
         "cluster.transports": ["register_communicator"], "communicators": ["Communicator"],
         "keras_integration.dataset_creator": ["DatasetCreator"], "keras_integration.saving.model_files": ["TimedCheckpoint"],
         "running": ["launch"], "running.coordinator": ["exit_on_server_loss"], "strategies.auto": ["auto_strategy"],
@@ -79,7 +81,8 @@ __all__ = [
     "Replicator", "SidecarEvaluator", "TimedCheckpoint", "__version__", "all_gather", "all_gather_object",
     "all_mean", "all_reduce", "all_sum", "all_to_all", "auto_strategy", "barrier", "broadcast", "broadcast_object", "chief_first",
     "enable_keras_distribution",
-    "exit_on_server_loss", "is_chief", "is_ending", "launch", "local_cluster", "logical_device", "map_gather", "map_reduce",
+    "exit_on_server_loss", "flight_recorder", "is_chief", "is_ending", "launch", "local_cluster", "logical_device", "map_gather",
+    "map_reduce",
     "num_replicas", "partition",
     "reduce_scatter", "register_communicator", "register_environment", "replica_id", "use_logical_cpus",
 ]  # fmt: skip

@@ -511,8 +511,16 @@ def doctor(
     ] = False,
     report: Annotated[Path, typer.Option(help="With --gpus: the JSON file to write.")] = Path("tfrep-gpus.json"),
     devices: Annotated[str, typer.Option(help="With --gpus: GPU; or CPU, to try the report itself on two logical CPUs.")] = "GPU",
+    hang: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Show where each rank of a run that hung was. FOLDER has the logs.")
+    ] = None,
 ) -> None:
     """Show what is installed and what was detected, and test that processes can talk to each other."""
+    if hang is not None:
+        from tfrep_strategy.contrib.hang_report import show_hang
+
+        show_hang(hang, as_json=as_json)
+        return
     from tfrep_strategy.cluster.startup_log import quiet_start
     from tfrep_strategy.core.limits import check_keras_backend
 

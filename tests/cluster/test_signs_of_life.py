@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import re
@@ -181,7 +182,10 @@ def test_signs_end_with_the_folder(tmp_path: Path) -> None:
     folder.mkdir()
     before = threading.active_count()
     give_signs(folder, 0)
-    assert (folder / "0.life").read_text() == str(os.getpid())
+    wait_until(lambda: "\n{" in (folder / "0.life").read_text())
+    pid, where = (folder / "0.life").read_text().splitlines()
+    assert int(pid) == os.getpid()
+    assert re.match(r".*\.py:\d+ in \w+", json.loads(where)["python"])
     assert threading.active_count() == before + 1
     (folder / "0.life").unlink()
     wait_until(lambda: threading.active_count() == before)

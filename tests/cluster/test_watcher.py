@@ -18,6 +18,7 @@ import pytest
 from observing import alive, wait_until
 from raising import refuses
 
+from tfrep_strategy.cluster.flight_recorder import Whereabouts
 from tfrep_strategy.cluster.rendezvous.channel import Channel, Schema
 from tfrep_strategy.cluster.watcher import Watcher, start_watcher
 
@@ -49,7 +50,7 @@ def start(tmp_path: Path, marker: str, monkeypatch: pytest.MonkeyPatch) -> Itera
 
         def started(program: str) -> tuple[subprocess.Popen[str], Channel]:
             its, end = socket.socketpair()
-            ours = stack.enter_context(Channel(end, Schema({"frozen": tuple[int, str]})))
+            ours = stack.enter_context(Channel(end, Schema({"frozen": tuple[int, str, Whereabouts | None]})))
             with its:
                 command = [sys.executable, "-c", START + program, marker, str(its.fileno())]
                 process = subprocess.Popen(
@@ -78,8 +79,9 @@ def test_a_stopped_process_is_named_to_others_and_killed(start: Start, tmp_path:
     began = time.monotonic()
     process, connection = start(STOP)
     assert connection.poll(20.0)
-    kind, number, seen = connection.receive()
+    kind, number, seen, where = connection.receive()
     assert (kind, number) == ("frozen", 7)
+    assert where is None or where.now == []  # It may be stopped before its first sign.
     assert re.fullmatch(r"is stopped \(state T\), for \d+ seconds by now", seen)
     with pytest.raises(EOFError):
         connection.receive()

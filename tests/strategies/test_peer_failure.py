@@ -162,6 +162,8 @@ def check_stopped(outcome: Outcome, rank: int, folder: Path) -> None:
         assert (folder / f"caught{other}").stat().st_mtime - outcome.end < STOPPED_ENDS_WITHIN
         caught = (folder / f"caught{other}").read_text()
         assert re.match(rf"UnavailableError: Rank {rank} ended [\d.]+ seconds ago, killed by its watcher: it {seen}\.", caught)
+        assert re.search(rf"^  rank {rank}: {seen}; before that in .*; Python is at .*:\d+ in ", caught, re.MULTILINE), caught
+        assert f"The first rank that lags is rank {rank}." in caught
 
 
 @EACH

@@ -8,7 +8,7 @@ import os
 import random
 from collections.abc import Iterator, Sequence
 
-from tfrep_strategy.cluster import events
+from tfrep_strategy.cluster import events, flight_recorder
 from tfrep_strategy.cluster.environments import identity_variables
 from tfrep_strategy.cluster.hardware import MOST_SHARING, SHARES_MEMORY, gpus_are_visible, problem_of_sharing
 from tfrep_strategy.cluster.horovod.gloo import on_this_machine
@@ -27,9 +27,9 @@ from tfrep_strategy.errors import ConfigurationError, message, warn
 
 RUN_VARIABLES = (
     "TFREP_STRATEGY", "TFREP_COMMUNICATOR", "TFREP_NUM_REPLICAS", "TFREP_BACKUP_DIR", "TFREP_PROGRESS_DIR", "TFREP_PROFILE",
-    "TFREP_PROFILE_DIR", events.VARIABLE,
+    "TFREP_PROFILE_DIR", events.VARIABLE, flight_recorder.VARIABLE,
 )  # fmt: skip
-"""Variables in which a run passes on the strategy to make, backups, the profile and the events to report."""
+"""Variables in which a run passes on the strategy to make, backups, the profile, and where to report events and hangs."""
 
 
 def horovod_is_installed() -> bool:

@@ -1,5 +1,7 @@
 """Signs of life: each rank gives one every second, and an outside process, its launcher, finds stopped and silent ranks.
 
+A sign also says where the rank is (`flight_recorder.py`).
+
 For a rank without a launcher of this package, its watcher does this (`watcher.py`).
 
 A rank cannot tell that it is stopped, nor that native code keeps Python's lock from its threads. The others only see that it does
@@ -9,17 +11,19 @@ not arrive.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
 import os
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import psutil
 
+from tfrep_strategy.cluster.flight_recorder import RECORDER, Hang, Whereabouts, hang_of
 from tfrep_strategy.core.limits import longest_silence, timeout_seconds
 
 _log = logging.getLogger(__name__)
@@ -80,15 +84,26 @@ def start_signs(folder: Path, rank: int) -> None:
     with contextlib.suppress(OSError):  # The disk may be full. The launcher then expects no signs.
         # The file stays open until this process becomes another program (`os.exec`), which gives no signs.
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        os.write(file, str(os.getpid()).encode())
-        threading.Thread(target=_give_signs, args=(path,), daemon=True, name="tfrep-signs").start()
+        os.write(file, f"{os.getpid()}\n".encode())
+        threading.Thread(target=_give_signs, args=(path, file), daemon=True, name="tfrep-signs").start()
 
 
-def _give_signs(path: Path) -> None:
+def _give_signs(path: Path, file: int) -> None:
+    begin = os.fstat(file).st_size
     with contextlib.suppress(OSError):  # The launcher has ended, and removed the folder.
         while True:
             os.utime(path)
+            with contextlib.suppress(OSError):  # The disk is full.
+                os.ftruncate(file, os.pwrite(file, json.dumps(asdict(RECORDER.whereabouts())).encode(), begin) + begin)
             time.sleep(_SIGN_SECONDS)
+
+
+def _read_sign(path: Path) -> tuple[int, Whereabouts | None]:
+    """Returns the process id of a rank, 0 if it has not written it yet, and where the rank is, if it has said so."""
+    pid, _, where = path.read_text("utf-8", "replace").partition("\n")
+    with contextlib.suppress(ValueError, TypeError, KeyError):  # It is being written.
+        return int(pid or 0), Whereabouts.of_json(json.loads(where))
+    return int(pid or 0), None
 
 
 @dataclass(frozen=True)
@@ -147,10 +162,17 @@ class Frozen:
     Attributes:
         rank: The rank.
         seen: Its observed state, worded to follow "Rank 1".
+        where: Where it said that it was, for each rank of this machine.
     """
 
     rank: int
     seen: str
+    where: Mapping[int, Whereabouts | None] = field(default_factory=dict)
+
+    @property
+    def hang(self) -> Hang:
+        """The report."""
+        return hang_of(f"Rank {self.rank} {self.seen}.", self.where, {self.rank: self.seen})
 
 
 class Watch:
@@ -191,12 +213,15 @@ class Watch:
                     self._ranks[rank, pid] = _Rank(self._name.format(rank), psutil.Process(pid), _path(self._folder, rank))
                 seen = self._ranks[rank, pid].look(passed, self._patience)
                 if seen:
-                    return Frozen(rank, seen)
+                    where = {each: where for each, (_, where) in sorted(self._signs().items())}
+                    return Frozen(rank, seen, where)
         return None
 
     def _signed(self) -> dict[int, int]:
-        written = {int(path.stem): path.read_text("utf-8") for path in self._folder.glob("*.life")}
-        return {rank: int(pid) for rank, pid in written.items() if pid}
+        return {rank: pid for rank, (pid, _) in self._signs().items() if pid}
+
+    def _signs(self) -> dict[int, tuple[int, Whereabouts | None]]:
+        return {int(path.stem): _read_sign(path) for path in self._folder.glob("*.life")}
 
 
 class _Rank:

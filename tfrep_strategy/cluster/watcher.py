@@ -58,7 +58,7 @@ class Watcher:
             )
 
     def lend(self, connection: Channel) -> None:
-        """Lends it a connection to another rank, for the reason of a kill: `("frozen", number, the observed state)`.
+        """Lends it a connection to another rank, for the reason of a kill: `("frozen", number, the observed state, where it was)`.
 
         Args:
             connection: Must be ended with `hang_up`, since it is open in both processes.
@@ -166,7 +166,7 @@ def _end(frozen: Frozen, name: str, pid: int, lent: Sequence[int]) -> None:
     """Sends the reason to the other ranks, and kills the process."""
     for descriptor in lent:
         with contextlib.suppress(OSError), Channel(socket.socket(fileno=descriptor), Schema({}), _SEND_SECONDS) as channel:
-            channel.send("frozen", frozen.rank, frozen.seen)
+            channel.send("frozen", frozen.rank, frozen.seen, frozen.where.get(frozen.rank))
     if os.getppid() == pid:
         print(f"tfrep: {name} {frozen.seen}, and is killed by its watcher.", file=sys.stderr, flush=True)
         os.kill(pid, signal.SIGKILL)

@@ -13,8 +13,10 @@ import cloudpickle
 import numpy as np
 import tensorflow as tf
 
+from tfrep_strategy.cluster.flight_recorder import RECORDER
 from tfrep_strategy.cluster.profiles.traces import HOST_COLLECTIVE
 from tfrep_strategy.communicators.order import Order
+from tfrep_strategy.core.calls import Call, line_of
 from tfrep_strategy.core.validation import checked
 from tfrep_strategy.errors import ConfigurationError, DesyncError, PeerError, is_count, message
 
@@ -381,7 +383,12 @@ class HostCommunicator(Communicator):
 
     A subclass implements the methods on arrays. These are contiguous and must not be written to. Collectives of a function
     run in program order, unused ones too.
+
+    Attributes:
+        group: The ranks of the run that take part, for the record of collectives; none if they are not known.
     """
+
+    group: Sequence[int] = ()
 
     @abc.abstractmethod
     def reduce_arrays(self, arrays: Arrays, op: str) -> Arrays:
@@ -468,10 +475,18 @@ class HostCommunicator(Communicator):
                 raise tf.errors.UnavailableError(None, None, str(error)) from error
         with outside_xla(), tf.device("CPU:0"):
             dtypes = [tensor.dtype for tensor in tensors]
-            operation = lambda *arrays: talk([_array(array) for array in arrays])  # noqa: E731
             # TensorFlow keeps calls of Python in program order, except in a branch or loop that also uses variables.
             order = Order.of("CPU:0")
-            with tf.control_dependencies([order.mark()]):
+            mark = order.mark()
+            line, names = line_of(mark), [dtype.name for dtype in dtypes]
+
+            def operation(*arrays: Any) -> Arrays:
+                given = [_array(array) for array in arrays]
+                tensors = tuple(zip(names, [array.shape for array in given], strict=True))
+                with RECORDER.collective(self.group, Call(kind, option, tensors, line)):
+                    return talk(given)
+
+            with tf.control_dependencies([mark]):
                 results = tf.nest.flatten(tf.numpy_function(operation, tensors, dtypes, name=HOST_COLLECTIVE))
             with tf.control_dependencies(results):
                 order.mark()

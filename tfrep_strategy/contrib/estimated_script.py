@@ -18,8 +18,8 @@ import tensorflow as tf
 
 from tfrep_strategy.cluster.environments import Environment, register_environment
 from tfrep_strategy.communicators import SingleCommunicator, register_communicator
-from tfrep_strategy.communicators.peers.reports import user_line
 from tfrep_strategy.communicators.sharding import Even, Owned, owners
+from tfrep_strategy.core.calls import user_line
 from tfrep_strategy.core.tf import BaseResourceVariable, DistributedVariable, UninitializedVariable
 from tfrep_strategy.keras_integration.synchronous.optimizer import is_by_elements
 from tfrep_strategy.partitioner.memory import footprint

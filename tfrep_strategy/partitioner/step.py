@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfrep_strategy.partitioner.rules  # noqa: F401  (registers the rules)
-from tfrep_strategy.communicators.peers.reports import user_line
+from tfrep_strategy.core.calls import line_of
 from tfrep_strategy.partitioner.choice import can_be_cut, cheapest
 from tfrep_strategy.partitioner.emitter import Emitter, Transport
 from tfrep_strategy.partitioner.placements import OF_LAYOUT, REPLICATE, Own, Partial, Parts, Placement, Replicate, Shard, Size
@@ -142,11 +142,6 @@ def lines(program: Program) -> list[tuple[str, str]]:
         consists.append((text, text_of_node))
         computed.append((wired, f"{text_of_node}, of other inputs"))
     return sorted(consists, key=lambda line: line[1]) + computed[::-1]
-
-
-def line_of(operation: Any) -> str:
-    """Returns the line of the user's program that made a traced operation."""
-    return user_line((frame.filename, frame.lineno) for frame in reversed(operation.traceback))
 
 
 def _lines(program: Program, inside: str = "") -> Iterator[_Line]:

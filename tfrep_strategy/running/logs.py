@@ -143,6 +143,7 @@ def describe(failure: Failure, *, timeout: float | None, log_dir: Path, size: in
         what += " The kernel sends SIGKILL to a process when memory is full."
     if failure.frozen:
         what += " TFREP_TIMEOUT=0 lets them wait, as under a debugger."
+        what = "\n".join([what, *failure.where])
     log = log_dir / f"rank{failure.rank}.log"
     if not log.exists():
         return f"{what} {its} output is above."

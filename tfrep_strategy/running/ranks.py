@@ -97,6 +97,7 @@ class Failure:
         time: When the rank failed, on the machine's monotonic clock.
         error: The name of the exception that it raised; empty if it raised none.
         alike: All ranks of this machine that raised the same exception, if there are several.
+        where: If a rank is frozen: where each rank of this machine was, in lines.
     """
 
     rank: int | None
@@ -108,6 +109,7 @@ class Failure:
     time: float = field(default=0.0, compare=False)
     error: str = ""
     alike: Sequence[int] = ()
+    where: Sequence[str] = field(default=(), compare=False)
 
     @property
     def stopped_by_signal(self) -> bool:
@@ -231,7 +233,7 @@ def run_ranks(
         True
     """
     deadline = None if timeout is None else time.monotonic() + timeout
-    run = _Run(events, note_dir, None if patience is None else Watch(note_dir, patience, name), name)
+    run = _Run(events, note_dir, log_dir, None if patience is None else Watch(note_dir, patience, name), name)
     stop_with: int = signal.SIGTERM
     seconds_to_end = GRACE_SECONDS
     with guard(temporary) as watch_group:
@@ -254,11 +256,11 @@ def run_ranks(
 class _Run:
     """The processes of one run, and how they ended."""
 
-    def __init__(self, events: Events, note_dir: Path, watch: Watch | None, name: str) -> None:
+    def __init__(self, events: Events, note_dir: Path, log_dir: Path, watch: Watch | None, name: str) -> None:
         self._events = events
         self._reporting, self._is_over = threading.Lock(), False
         self._name = name
-        self._note_dir = note_dir
+        self._note_dir, self._log_dir = note_dir, log_dir
         self._watch = watch
         self._frozen: Frozen | None = None
         self._groups: list[Group] = []
@@ -296,7 +298,8 @@ class _Run:
     def failure(self) -> Failure | None:
         """Tells which rank failed first, if any."""
         if self._frozen is not None:
-            return Failure(self._frozen.rank, TIMED_OUT, frozen=self._frozen.seen, time=time.monotonic())
+            where = tuple(self._frozen.hang.lines())
+            return Failure(self._frozen.rank, TIMED_OUT, frozen=self._frozen.seen, time=time.monotonic(), where=where)
         notes = read_notes(self._note_dir)
         died = {rank: code for rank, code in self._codes.items() if code}
 
@@ -364,6 +367,8 @@ class _Run:
     def _sees_frozen(self) -> bool:
         if self._watch is not None:
             self._frozen = self._watch.look({rank: pid for rank, pid in self._pids.items() if rank not in self._codes})
+            if self._frozen is not None:
+                self._frozen.hang.write(self._log_dir)
         return self._frozen is not None
 
     def _settle(self) -> int | None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tfrep_strategy.cluster import events as happenings
+from tfrep_strategy.cluster import flight_recorder as flights
 from tfrep_strategy.cluster.hardware import cores_of_ranks, thread_variables, visible_gpus
 from tfrep_strategy.cluster.horovod.gloo import warn_of_open_ranks
 from tfrep_strategy.cluster.identity import (
@@ -419,6 +420,7 @@ def run_to_end(
         more_environ = profile_environ(options.profile, profile_dir)
         if backup_dir is not None:
             more_environ |= backup_dir.environ
+        more_environ[flights.VARIABLE] = str(log_dir.absolute())
         own_seed = common_hash_seed()
         last: Round | None = None
         keep_profile_dir(note_dir, profile_dir)
@@ -431,7 +433,7 @@ def run_to_end(
             file = (log_dir / happenings.FILE).absolute() if this.first_rank == 0 else None
             told = happenings.Events(file)
             if this.number == 0:
-                remove_logs([*own_logs.values(), *filter(None, [file])])
+                remove_logs([*own_logs.values(), *filter(None, [file]), *log_dir.glob(flights.FLIGHTS), log_dir / flights.FILE])
             told.tell("restart" if this.number else "start", number=this.number, ranks=list(ranks))
             of_first = {happenings.VARIABLE: str(file)} if file else {}
             left = None if deadline is None else max(0.0, deadline - time.monotonic())

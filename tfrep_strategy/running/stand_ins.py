@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 import tfrep_strategy.strategies
-from tfrep_strategy.communicators.peers.reports import user_line
+from tfrep_strategy.core.calls import user_line
 from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.strategies import auto, parameter_server
 from tfrep_strategy.strategies.settings import take_settings

@@ -18,6 +18,7 @@ import tensorflow as tf
 from tfrep_strategy.cluster.devices import warn_of_sparse_gradients
 from tfrep_strategy.communicators import SingleCommunicator
 from tfrep_strategy.communicators.gradients import dense
+from tfrep_strategy.core.calls import line_of
 from tfrep_strategy.core.limits import Verification, verification
 from tfrep_strategy.core.scoped import Setting
 from tfrep_strategy.core.step import Whole
@@ -33,7 +34,7 @@ from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.keras_integration.finding import driver_of_trace
 from tfrep_strategy.partitioner import marks
 from tfrep_strategy.partitioner.placements import OWN, PARTIAL, REPLICATE, Own, Parts, Shard
-from tfrep_strategy.partitioner.step import Given, PartitionedStep, line_of
+from tfrep_strategy.partitioner.step import Given, PartitionedStep
 from tfrep_strategy.partitioner.values import OwnRows
 from tfrep_strategy.partitioner.verification.verified_step import Variable, Watch
 from tfrep_strategy.strategies.variables import PartVariable, ShardedWeight, is_sum

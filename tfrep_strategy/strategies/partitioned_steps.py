@@ -9,12 +9,13 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfrep_strategy.core.calls import line_of
 from tfrep_strategy.core.step import KnownRows, Shards, Whole
 from tfrep_strategy.data.batches import any_size, bounds, is_nothing, known_total, num_examples
 from tfrep_strategy.errors import CannotPartitionError, TfrepError, message, warn
 from tfrep_strategy.partitioner.placements import REPLICATE, WHOLE, Offset, Rows, Shard
 from tfrep_strategy.partitioner.planner import ON_PURPOSE
-from tfrep_strategy.partitioner.step import Given, line_of
+from tfrep_strategy.partitioner.step import Given
 from tfrep_strategy.partitioner.values import OwnRows
 from tfrep_strategy.strategies.one_device import OneDeviceTrace, Results, hears_of_steps, one_replica
 from tfrep_strategy.strategies.variables import ShardedWeight

@@ -13,7 +13,7 @@ from needs import needs_horovod
 from workers import WorkerPool
 
 import tfrep_strategy as tfrep
-from tfrep_strategy.communicators.peers.reports import user_line
+from tfrep_strategy.core.calls import user_line
 from tfrep_strategy.errors import DesyncError
 
 BOTH = pytest.mark.parametrize(
@@ -152,10 +152,11 @@ def test_debug_names_who_has_not_called(communicator: str, monkeypatch: pytest.M
         results = pool.run(_only_some)
     for kind, text in results:
         assert kind == "DesyncError"
-        assert "rank 0: all_reduce(float32[3], sum) at " in text
-        silent = re.search(r"rank 1: nothing for (\d+) seconds; before that barrier\(\) at ", text)
+        assert "rank 0: in all_reduce(float32[3], sum), number 4 of ranks 0-1, at " in text
+        silent = re.search(r"rank 1: in no collective for (\d+) s, after barrier\(\), number 3 of ranks 0-1, at ", text)
         assert silent is not None, text
         assert int(silent[1]) >= 2
+        assert "The first rank that lags is rank 1." in text
 
 
 def _wait_for_each_other(strategy: Any) -> tuple[str, str]:
@@ -183,7 +184,7 @@ def test_functions_that_wait_for_each_other_reach_the_time_limit(monkeypatch: py
     for kind, text in results:
         assert kind == "DesyncError"
         assert "a collective in which others have waited for 6 seconds" in text
-        assert text.count("test_checked.py:") == 2
+        assert text.count("test_checked.py:") == 4  # The line of each collective, and that of each main thread.
 
 
 def test_the_line_is_the_users() -> None:

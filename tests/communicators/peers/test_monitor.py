@@ -15,17 +15,25 @@ import psutil
 import pytest
 import tensorflow as tf
 
+from tfrep_strategy.cluster.flight_recorder import Collective, Whereabouts
 from tfrep_strategy.cluster.rendezvous.channel import Channel, connect
 from tfrep_strategy.communicators.base import SingleCommunicator
 from tfrep_strategy.communicators.peers.hub import Hub
 from tfrep_strategy.communicators.peers.monitor import PeerLostError, PeerMonitor
-from tfrep_strategy.communicators.peers.reports import TO_RANKS, Call, Report
+from tfrep_strategy.communicators.peers.reports import TO_RANKS, Report
+from tfrep_strategy.core.calls import Call
 from tfrep_strategy.errors import DesyncError
 
 pytestmark = pytest.mark.lane("faults")
 
 ALL = pytest.mark.parametrize("communicator", ["tf", "horovod", "shared_memory"])
 SUM = Call("all_reduce", "sum", (("float32", (3,)),), "train.py:7")
+HERE = Whereabouts("train.py:12 in main", idle=3.0)
+
+
+def inside(call: Call, number: int, group: str) -> Whereabouts:
+    now = Collective(group, number, call.what, call.line, "entered", seconds=31.0)
+    return Whereabouts(f"{call.line} in step", now=[now], counts={group: number})
 
 
 @contextlib.contextmanager
@@ -55,9 +63,21 @@ def listens(port: int) -> bool:
     return True
 
 
-def receive(connection: Channel) -> Any:
+def answer(connection: Channel, where: Whereabouts) -> None:
+    """Tells the hub where the rank is, once it asks."""
     assert connection.poll(10.0), "Nothing came within 10 seconds."
-    return connection.receive()
+    assert connection.receive() == ("where",)
+    connection.send("where", where)
+
+
+def receive(connection: Channel, where: Whereabouts | None = HERE) -> Any:
+    """Returns the next message, and tells the hub meanwhile where the rank is."""
+    while True:
+        assert connection.poll(10.0), "Nothing came within 10 seconds."
+        if (said := connection.receive()) != ("where",):
+            return said
+        if where is not None:
+            connection.send("where", where)
 
 
 @pytest.mark.lane("quick")
@@ -80,8 +100,13 @@ def test_all_hear_that_the_first_rank_ended() -> None:
 def test_all_hear_why_a_watcher_kills_its_rank() -> None:
     """The connection is open in both processes."""
     with star(3) as (first, second, third), Channel(socket.socket(fileno=os.dup(second.fileno())), TO_RANKS) as lent:
-        lent.send("frozen", 1, "is stopped")
-        assert receive(first) == receive(third) == ("ended", [(1, True, "is stopped")])
+        lent.send("frozen", 1, "is stopped", HERE)
+        answer(third, HERE)
+        kind, [(rank, lost, seen, lines)] = receive(first)
+        assert (kind, rank, lost, seen) == ("ended", 1, True, "is stopped")
+        assert receive(third) == (kind, [(rank, lost, seen, lines)])
+        assert lines[1] == f"  rank 1: is stopped; before that {HERE.describe()}"
+        assert lines[-1] == "The first rank that lags is rank 1."
         with pytest.raises(EOFError):
             receive(second)
 
@@ -164,9 +189,13 @@ def test_who_is_silent_is_told_to_those_who_speak(monkeypatch: pytest.MonkeyPatc
         time.sleep(2.0)
         first.send("state", 4.5, 0.0)
         assert receive(first)[0] == "silent"
-        kind, rank, seconds, what = receive(first)
-        assert (kind, rank, what) == ("hang", 1, "said nothing")
-        assert seconds >= 4.0
+        kind, (what, *lines) = receive(first, inside(SUM, 3, "0-1"))
+        assert kind == "hang"
+        assert re.fullmatch(r"Rank 1 has said nothing for [45] seconds, and others wait\.", what)
+        where = f"in {SUM.what}, number 3 of ranks 0-1, at train.py:7 for 31 s; Python is at train.py:7 in step"
+        assert lines[0] == f"  rank 0: {where}"
+        assert re.fullmatch(r"  rank 1: has said nothing for [45] s", lines[1])
+        assert lines[2] == "The first rank that lags is rank 1."
 
 
 def test_a_rank_that_has_ended_well_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,15 +289,20 @@ def test_rows_that_are_gathered_may_differ() -> None:
 
 def test_a_silent_rank_is_reported_with_what_it_called_last() -> None:
     with star(3, silence=0.5) as (first, second, third):
+        second.send("state", 0.5, 0.0, inside(SUM, 1, "0-2"))
+        assert receive(second) == ("silent", {})
         for connection in (first, second, third):
             connection.send("report", Report((0, 1, 2), 0, SUM, True))
         assert receive(first) == receive(third) == ("agreed", ((0, 1, 2), 0))
         later = SUM._replace(line="train.py:20")
         first.send("report", Report((0, 1, 2), 1, later, True, True))
         third.send("report", Report((0, 1, 2), 1, later, True, True))
+        answer(third, inside(later, 2, "0-2"))
         _, text = receive(first)
-    assert re.search(rf"rank 1: nothing for \d+ seconds; before that {re.escape(str(SUM))}", text), text
-    assert f"rank 2: {later}" in text
+    before = re.escape(f"in {SUM.what}, number 1 of ranks 0-2, at train.py:7")
+    assert re.search(rf"rank 1: has said nothing for \d+ s; before that {before}", text), text
+    assert f"rank 2: in {later.what}, number 2 of ranks 0-2, at train.py:20 for 31 s;" in text
+    assert "The first rank that lags is rank 1." in text
 
 
 def test_a_rank_that_ended_well_is_reported_at_once_to_those_who_wait() -> None:
@@ -276,7 +310,7 @@ def test_a_rank_that_ended_well_is_reported_at_once_to_those_who_wait() -> None:
         second.send("ended", False, None)
         assert receive(first)[0] == "ended"
         first.send("report", Report((0, 1), 0, SUM, True, True))
-        assert "rank 1: has ended" in receive(first)[1]
+        assert "rank 1: has ended" in receive(first, inside(SUM, 1, "0-1"))[1]
 
 
 def test_ranks_that_are_stuck_in_a_collective_with_different_tensors() -> None:
@@ -312,12 +346,14 @@ def test_ranks_that_wait_for_each_other_in_different_collectives(monkeypatch: py
         assert not third.poll(1.5)
         second.send("state", 31.0, 31.0)
         assert receive(second)[0] == "silent"
-        kind, text = receive(third)
+        for connection, call in ((first, SUM), (second, other)):
+            answer(connection, inside(call, 7, "0-2"))
+        kind, text = receive(third, inside(SUM, 7, "0-2"))
     assert kind == "desync"
     assert "a collective in which others have waited for 30 seconds" in text
-    assert f"rank 0: {SUM}" in text
-    assert f"rank 1: not there; it has last waited in {other}" in text
-    assert f"rank 2: {SUM}" in text
+    for rank, call in enumerate((SUM, other, SUM)):
+        assert f"rank {rank}: in {call.what}, number 7 of ranks 0-2, at {call.line} for 31 s" in text
+    assert "No rank lags: all are in a collective, of which they have called equally many." in text
 
 
 def test_ranks_that_are_long_in_one_collective_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,12 @@ from typing import Any, TypeVar
 import numpy as np
 import tensorflow as tf
 
-from tfrep_strategy.communicators.base import Communicator, SingleCommunicator
+from tfrep_strategy.cluster.flight_recorder import RECORDER
+from tfrep_strategy.communicators.base import Communicator, HostCommunicator, SingleCommunicator
 from tfrep_strategy.communicators.order import Order
 from tfrep_strategy.communicators.peers.monitor import PeerMonitor
-from tfrep_strategy.communicators.peers.reports import Call, describe_difference, group_of, purpose, user_line
+from tfrep_strategy.communicators.peers.reports import describe_difference, group_of
+from tfrep_strategy.core.calls import Call, line_of, purpose, user_line
 from tfrep_strategy.errors import DesyncError
 
 _Result = TypeVar("_Result")
@@ -52,6 +54,8 @@ class CheckedCommunicator(Communicator):
         self._group = group_of(range(inner.size) if group is None else group)
         if getattr(inner, "position", None) is not None:
             monitor.follow(self._group, inner.position)  # type: ignore[attr-defined]
+        if isinstance(inner, HostCommunicator):
+            inner.group = self._group
         if hasattr(inner, "on_refusal"):
             inner.on_refusal = monitor.refuse_in_function
         if monitor.checks_every_call:
@@ -123,7 +127,8 @@ class CheckedCommunicator(Communicator):
         self.monitor.check(self._group)
         shapes = tuple((tensor.dtype.name, tuple(tensor.shape)) for tensor in tensors)
         call = Call(kind, option, shapes, user_line())
-        with self.monitor.watching(self._group, single=True):
+        # What an error of the collective says needs the record of it, so that is the outer block.
+        with RECORDER.collective(self._group, call), self.monitor.watching(self._group, single=True):
             self.monitor.report(self._group, call)
             return work(tensors)
 
@@ -131,7 +136,7 @@ class CheckedCommunicator(Communicator):
         """Adds an operation that reports each time that the function runs, before the collective."""
         dtypes = [tensor.dtype.name for tensor in tensors]
         mark = self._order.mark()
-        line = user_line((frame.filename, frame.lineno) for frame in reversed(mark.traceback))
+        line = line_of(mark)
 
         def report(*shapes: Any) -> Any:
             described = tuple((dtype, tuple(map(int, shape))) for dtype, shape in zip(dtypes, shapes, strict=True))

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import secrets
 import selectors
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tfrep_strategy.cluster.flight_recorder import Hang, Whereabouts, folder_of_hangs, hang_of
 from tfrep_strategy.cluster.rendezvous.channel import CONNECT_SECONDS, GREETING_SECONDS, Channel, write
 from tfrep_strategy.cluster.rendezvous.connections import close_in_children
 from tfrep_strategy.cluster.rendezvous.introductions import Reception, listen
 from tfrep_strategy.communicators.peers import reports
-from tfrep_strategy.communicators.peers.reports import Report, describe_difference, some_of
+from tfrep_strategy.communicators.peers.reports import SAME_CALLS, Report, describe_difference, some_of
 from tfrep_strategy.core.limits import longest_silence, timeout_seconds
+from tfrep_strategy.errors import message
 
 _END_SECONDS = 5
 _LOOK_SECONDS = 0.2
@@ -69,7 +73,7 @@ class Hub:
         self._selector = selectors.DefaultSelector()
         self._ended: set[int] = set()
         self._failed: set[int] = set()
-        self._goodbyes: list[tuple[int, bool, str | None]] = []  # Ends that were not yet reported to the others.
+        self._goodbyes: list[tuple[Any, ...]] = []  # Ends that were not yet reported to the others, as `EndedRank` takes them.
         self._rounds: dict[tuple[Sequence[int], Any], _Round] = {}
         self._last: dict[int, Report] = {}
         self._idle_since: dict[int, float | None] = {}
@@ -78,7 +82,9 @@ class Hub:
         self._silent: dict[int, float] = {}
         self._looked_for_silence = 0.0
         self._programs = reports.Programs(self._tell)
-        self._hung: set[int] = set()  # Ranks whose hang was reported to the others.
+        self._has_told_hang = False
+        self._where: dict[int, Whereabouts | None] = {}
+        self._inquiries: list[_Inquiry] = []
         self._limit = timeout_seconds()
         self._longest_silence = max(self._limit, longest_silence())
         close_in_children(self, Hub._leave_to_parent)
@@ -120,6 +126,7 @@ class Hub:
             self._heard |= dict.fromkeys((self._ranks[channel] for channel in ready), time.monotonic())
             self._hear_all(ready)
             self._judge()
+            self._conclude()
         while self._ranks and (ready := self._ready(0)):  # Reads messages that others sent before rank 0 left.
             self._hear_all(ready)
 
@@ -129,6 +136,9 @@ class Hub:
     def _hear_all(self, channels: Sequence[Channel]) -> None:
         for channel in channels:
             self._hear(channel)
+        self._say_goodbyes()
+
+    def _say_goodbyes(self) -> None:
         if self._goodbyes:  # In one message, because all ranks say goodbye at the end of a run.
             self._tell(("ended", self._goodbyes))
             self._goodbyes = []
@@ -145,8 +155,16 @@ class Hub:
             self._programs.hear(rank, *said)
         elif said[0] == "state":
             self._weigh(channel, *said[1:])
+        elif said[0] == "where":
+            self._where[rank] = said[1]
+            for each in self._inquiries:
+                each.missing.discard(rank)
+        elif said[0] == "late":
+            self._inquire(self._tell_hang if said[1] else self._tell_lag)
         else:
-            if said[0] == "frozen":  # The rank's watcher reports it, and kills the rank.
+            frozen = said[0] == "frozen"
+            if frozen:  # The rank's watcher reports it, and kills the rank.
+                self._where[rank] = said[3] or self._where.get(rank)
                 said = "ended", True, said[2]
             _, lost, error = said
             del self._ranks[channel]
@@ -155,7 +173,12 @@ class Hub:
             self._idle_since.pop(rank, None)
             self._busy_since.pop(rank, None)
             self._failed |= {rank} if lost or error is not None else set()
-            self._goodbyes.append((rank, lost, error))
+            for each in self._inquiries:
+                each.missing.discard(rank)
+            if frozen:
+                self._inquire(lambda: self._tell_frozen(rank, error))
+            else:
+                self._goodbyes.append((rank, lost, error))
             self._selector.unregister(channel)
             channel.hang_up()
 
@@ -166,23 +189,23 @@ class Hub:
                 with contextlib.suppress(OSError):  # The connection is broken; the next read reports it.
                     channel.send_written(data)
 
-    def _weigh(self, channel: Channel, busy: float | None, idle: float) -> None:
+    def _weigh(self, channel: Channel, busy: float | None, idle: float, where: Whereabouts | None = None) -> None:
         """Answers with the silent ranks. Reports a hang if one rank waits in a call and another calls nothing beyond the limit."""
         now = time.monotonic()
         self._look_for_silence(now)
         with contextlib.suppress(OSError):  # As in `_tell`.
             channel.send("silent", self._silent)
         rank = self._ranks[channel]
+        self._where[rank] = where
         self._idle_since[rank] = None if busy is not None else now - idle
         self._busy_since[rank] = None if busy is None else now - busy
         if busy is None or busy <= self._limit:
             return
-        for other, silence in self._silent.items():
-            if silence > self._longest_silence:
-                self._tell_hang(other, silence, "said nothing")
-        for other, since in self._idle_since.items():
-            if since is not None and now - since > self._limit:
-                self._tell_hang(other, now - since, "called no collective")
+        if self._has_told_hang:
+            return
+        is_silent = any(silence > self._longest_silence for silence in self._silent.values())
+        if is_silent or any(since is not None and now - since > self._limit for since in self._idle_since.values()):
+            self._inquire(self._tell_hang)
 
     def _look_for_silence(self, now: float) -> None:
         """Finds silent ranks. Each rank asks, so this is done less often than ranks ask."""
@@ -192,10 +215,57 @@ class Hub:
         silences = {rank: now - heard for rank, heard in self._heard.items() if rank not in self._ended}
         self._silent = {rank: silence for rank, silence in silences.items() if silence > 3 * state_seconds(self._limit)}
 
-    def _tell_hang(self, rank: int, seconds: float, what: str) -> None:
-        if rank not in self._hung:
-            self._hung.add(rank)
-            self._tell(("hang", rank, seconds, what))
+    # Where the ranks are.
+
+    def _inquire(self, then: Callable[[], None]) -> None:
+        """Asks all ranks where they are, and then calls a function. Equal questions are asked once."""
+        if all(each.then != then for each in self._inquiries):
+            self._inquiries.append(_Inquiry(set(self._ranks.values()) - set(self._silent), then))
+            self._tell(("where",))
+
+    def _conclude(self) -> None:
+        now = time.monotonic()
+        for each in [each for each in self._inquiries if not each.missing or now > each.deadline]:
+            self._inquiries.remove(each)
+            for rank in each.missing - self._ended:
+                self._silent.setdefault(rank, now - self._heard[rank])
+            each.then()
+        self._say_goodbyes()
+
+    def _hang(self, what: str, seen: Mapping[int, str]) -> Hang:
+        silent = dict(seen)
+        for rank, silence in sorted(self._silent.items(), key=lambda each: -each[1]):
+            silent.setdefault(rank, f"has said nothing for {silence:.0f} s")
+        for rank in sorted(self._ended):
+            silent.setdefault(rank, "has ended")
+        return hang_of(what, {rank: self._where.get(rank) for rank in range(self._size)}, silent)
+
+    def _tell_lag(self) -> None:
+        """Reports a rank that does not come to a collective in a function. A collective in which all ranks are may take long."""
+        if self._hang("", {}).lags is not None:
+            self._tell_hang()
+
+    def _tell_hang(self) -> None:
+        if self._has_told_hang:
+            return
+        self._has_told_hang = True
+        now, hang = time.monotonic(), self._hang("", {})
+        if hang.lags in self._silent:
+            what = f"Rank {hang.lags} has said nothing for {self._silent[hang.lags]:.0f} seconds, and others wait."
+        elif (since := self._idle_since.get(hang.lags if hang.lags is not None else -1)) is not None:
+            what = f"Rank {hang.lags} has called no collective for {now - since:.0f} seconds, and others wait."
+        elif hang.lags is not None:
+            what = f"Rank {hang.lags} did not come to a collective within {self._limit:.0f} seconds."
+        else:
+            what = f"A collective has not finished within {self._limit:.0f} seconds."
+        hang = dataclasses.replace(hang, what=what)
+        hang.write(folder_of_hangs())
+        self._tell(("hang", [what, *hang.lines()]))
+
+    def _tell_frozen(self, rank: int, seen: str) -> None:
+        hang = self._hang(f"Rank {rank} {seen}.", {rank: seen})
+        hang.write(folder_of_hangs())
+        self._goodbyes.append((rank, True, seen, hang.lines()))
 
     # Collectives that ranks are about to call.
 
@@ -244,7 +314,7 @@ class Hub:
                 else:  # `_weigh` reports ranks that call nothing or are silent.
                     current.deadline = now + _GATHER_SECONDS
                     continue
-                self._tell(("desync", self._describe(what, group, current)))
+                self._inquire(functools.partial(self._tell_missing, what, frozenset(missing)))
             else:
                 continue
             del self._rounds[key]
@@ -257,6 +327,12 @@ class Hub:
             else:
                 words.append((rank, self._missed(rank, current)))
         return describe_difference(what, words)
+
+    def _tell_missing(self, what: str, missing: frozenset[int]) -> None:
+        """Reports ranks that did not come to a collective in time."""
+        hang = self._hang(what, {})
+        hang.write(folder_of_hangs())
+        self._tell(("desync", message("\n".join([what, *hang.lines()]), hint=SAME_CALLS, code="TFREP-E019")))
 
     def _is_in_a_call(self, rank: int) -> bool:
         """Returns whether a rank waits in a call. A rank that was silent until now has yet to report its state."""
@@ -273,12 +349,26 @@ class Hub:
 
     def _patience(self) -> float | None:
         deadlines = [each.deadline for each in self._rounds.values() if each.is_due()]
+        deadlines += [each.deadline for each in self._inquiries]
         return max(0.0, min(deadlines) - time.monotonic()) + 0.01 if deadlines else None
 
     def _leave_to_parent(self) -> None:
         self._server.close()
         for channel in self._ranks:
             channel.close()
+
+
+class _Inquiry:
+    """A question to all ranks where they are.
+
+    Args:
+        missing: The ranks that have not answered.
+        then: Called when all have, or the deadline is over.
+    """
+
+    def __init__(self, missing: set[int], then: Callable[[], None]) -> None:
+        self.missing, self.then = missing, then
+        self.deadline = time.monotonic() + _GATHER_SECONDS
 
 
 class _Round:

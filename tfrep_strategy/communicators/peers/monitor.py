@@ -16,13 +16,15 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfrep_strategy.cluster.flight_recorder import RECORDER, hang_of
 from tfrep_strategy.cluster.rendezvous.channel import Channel, connect
 from tfrep_strategy.cluster.rendezvous.connections import LOOPBACK, close_in_children, is_number, own_hosts
 from tfrep_strategy.communicators.base import Communicator
 from tfrep_strategy.communicators.peers import reports
 from tfrep_strategy.communicators.peers.hub import Hub, state_seconds
 from tfrep_strategy.communicators.peers.position import Followed, Position
-from tfrep_strategy.communicators.peers.reports import Call, Report
+from tfrep_strategy.communicators.peers.reports import Report
+from tfrep_strategy.core.calls import Call
 from tfrep_strategy.core.limits import is_debugging, timeout_seconds
 from tfrep_strategy.errors import DesyncError, PeerError, message
 
@@ -44,10 +46,11 @@ class EndedRank:
         rank: The rank.
         lost: Whether its connection broke without a goodbye: the process was killed, or called `os._exit`.
         error: The error that ended it, if any. For a lost rank: the observation of its watcher before it killed the rank.
+        hang: If its watcher killed it: where each rank was, in lines.
     """
 
-    def __init__(self, rank: int, lost: bool, error: str | None) -> None:
-        self.rank, self.lost, self.error = rank, lost, error
+    def __init__(self, rank: int, lost: bool, error: str | None, hang: Sequence[str] = ()) -> None:
+        self.rank, self.lost, self.error, self.hang = rank, lost, error, hang
         self.when = time.monotonic()
 
     @property
@@ -74,7 +77,8 @@ def peer_lost_error(ended: EndedRank) -> PeerLostError:
         hint = "find out who has stopped it, or what it was doing; TFREP_TIMEOUT=0 lets ranks wait, as under a debugger."
     if not ended.failed:
         hint = "every rank has to call the same collectives; its program ended before that of the others."
-    return PeerLostError(message(f"{ended} No collective can finish without it.", hint=hint, code="TFREP-E018"))
+    what = "\n".join([f"{ended} No collective can finish without it.", *ended.hang])
+    return PeerLostError(message(what, hint=hint, code="TFREP-E018"))
 
 
 def one_line(error: BaseException) -> str:
@@ -146,6 +150,10 @@ _LOOK_SECONDS = 0.7
 """The time between two looks of a rank at its position."""
 _END_SECONDS = 5.0
 _SILENCE_SECONDS = 25.0
+_HANG_HINT = (
+    "find out what the rank that lags is doing. `tfrep doctor --hang FOLDER` shows this again, for the folder of the logs."
+    " A slow network needs a longer limit."
+)
 _ABORTS, _ABORT_SECONDS = 3, 4.0
 """The number of aborts, and the seconds between them, before the process is ended."""
 
@@ -199,6 +207,7 @@ class PeerMonitor:
         self._idle_since = self._told_state = time.monotonic()
         self._limit = timeout_seconds()
         self._silent: dict[int, float] = {}
+        self._asked: float | None = None  # When the hub was asked for a report, since this rank waits too long.
         self._answered = time.monotonic()
         self._followed: list[Followed] = []
         self._aborting: threading.Thread | None = None
@@ -282,6 +291,8 @@ class PeerMonitor:
         call = WatchedCall(group, single, list(self._calls))
         if call.is_outermost:
             self.refused_in_function = None
+            if not single:
+                RECORDER.calls, RECORDER.in_call = RECORDER.calls + 1, True
         self._calls.append(call)
         try:
             yield
@@ -296,6 +307,8 @@ class PeerMonitor:
         finally:
             self._calls.remove(call)
             call.end()
+            if call.is_outermost and not single:
+                RECORDER.in_call = False
             self._idle_since = time.monotonic()
 
     def check(self, group: Sequence[int]) -> None:
@@ -365,12 +378,15 @@ class PeerMonitor:
         """
         number = sum(each.group == group for each in self._followed)
         self._followed.append(Followed(group, number, position, self._limit))
+        RECORDER.places.append(self._followed[-1].known)
 
     def close(self) -> None:
         """Reports the end of this rank to the others. Only ranks that still need it get an error."""
         if self._closing:
             return
         self._closing = True
+        for each in self._followed:
+            RECORDER.places.remove(each.known)
         atexit.unregister(self.close)
         error = getattr(sys, "last_value", None)
         self._send(("ended", False, None if error is None else one_line(error)))
@@ -417,19 +433,24 @@ class PeerMonitor:
             if self._desync is None:
                 self._desync = what[0]
                 _log.error(self._desync)
+                RECORDER.write(self.rank)
             self._start_abort(self._desync)
+        elif kind == "where":
+            self._look()
+            self._send(("where", RECORDER.whereabouts()))
         elif kind in reports.OF_RANK:
             self.programs.hear(kind, *what)
         elif kind == "silent":
             self._silent, self._answered = what[0], time.monotonic()
         elif kind == "hang" and self._hang is None:
-            self._hang = message(f"Rank {what[0]} has {what[2]} for {what[1]:.0f} seconds, and others wait.",
-                                 hint="find out what it is doing; TFREP_TIMEOUT sets the limit.", code="TFREP-E017",
-                                 rank=what[0], TFREP_TIMEOUT=self._limit)  # fmt: skip
+            self._hang = message("\n".join(what[0]), hint=_HANG_HINT, code="TFREP-E017", TFREP_TIMEOUT=self._limit)
             _log.error(self._hang)
+            RECORDER.write(self.rank)
             self._start_abort(self._hang)
-        elif kind == "frozen":  # The watcher of rank 0 reports it, and kills rank 0.
-            self._hear("ended", [(what[0], True, what[1])])
+        elif kind == "frozen":  # The watcher of rank 0 reports it, and kills rank 0. No hub can ask the others where they are.
+            rank, seen, where = what
+            hang = hang_of(f"Rank {rank} {seen}.", {rank: where, self.rank: RECORDER.whereabouts()}, {rank: seen})
+            self._hear("ended", [(rank, True, seen, hang.lines())])
         elif kind == "ended":
             is_first = not any(each.failed for each in self.ended)
             ended = [EndedRank(*each) for each in what[0]]
@@ -437,6 +458,8 @@ class PeerMonitor:
             failed = [each for each in ended if each.failed]
             if failed and is_first and not self._closing:
                 _log.error("Rank %d ended%s. The other ranks cannot go on without it.", failed[0].rank, failed[0].how)
+                if failed[0].hang:
+                    RECORDER.write(self.rank)
 
     def _consider_abort(self) -> bool:
         """Aborts the collectives if they certainly cannot finish; returns whether they were aborted."""
@@ -452,8 +475,15 @@ class PeerMonitor:
             for ended in missing(call.group, self.ended):
                 if now - max(call.waits_since, ended.when) > _LEFT_SECONDS:
                     self._start_abort(str(ended))
-        if any(call.single and now - call.began > self._limit for call in calls):
-            self._start_abort(f"A collective has not finished within {self._limit:.0f} seconds.")
+        is_late = any(call.single and now - call.began > self._limit for call in calls)
+        if is_late or (calls and RECORDER.longest() > self._limit):
+            if self._asked is None:
+                self._asked = now
+                self._send(("late", is_late))
+            elif is_late and now - self._asked > _NEWS_SECONDS:  # The hub does not answer.
+                self._start_abort(f"A collective has not finished within {self._limit:.0f} seconds.")
+        else:
+            self._asked = None
         return self._aborting is not None
 
     def _tell_state(self) -> None:
@@ -462,8 +492,10 @@ class PeerMonitor:
         if now - self._told_state < state_seconds(self._limit):
             return
         self._told_state = now
-        calls = [now - call.began for call in list(self._calls)]
-        self._send(("state", max(calls, default=None), now - self._idle_since))
+        where = RECORDER.whereabouts()
+        # A function that no context watches may be in a collective, too.
+        busy = [now - call.began for call in list(self._calls)] + [each.seconds or 0.0 for each in where.now]
+        self._send(("state", max(busy, default=None), now - self._idle_since, where))
 
     def _look(self) -> None:
         """Reports the collectives in functions in which this rank is stuck."""
@@ -505,6 +537,13 @@ class PeerMonitor:
         return self._given_up(waited)
 
     def _given_up(self, waited: float) -> PeerError:
+        """Makes the error of a collective that was given up. The hub tells where the ranks are, unless rank 0 is silent."""
+        self._send(("late", True))
+        with self._news:
+            self._news.wait_for(lambda: bool(self._desync or self._hang or not self._thread.is_alive()), _NEWS_SECONDS)
+        if self._desync or self._hang:
+            return DesyncError(self._desync) if self._desync else PeerError(self._hang)
+        RECORDER.write(self.rank)
         hint = "TFREP_DEBUG=1 shows which rank does not call it; TFREP_TIMEOUT sets the limit. A slow network needs more."
         what = "A collective was given up, since not all ranks have called it."
         silence = time.monotonic() - self._answered

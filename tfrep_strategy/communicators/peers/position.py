@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfrep_strategy.communicators.peers.reports import Call, Report, user_line
+from tfrep_strategy.cluster.flight_recorder import Collective, name_of
+from tfrep_strategy.communicators.peers.reports import Report
+from tfrep_strategy.core.calls import Call, line_of
 
 
 class Stay(NamedTuple):
@@ -33,6 +35,7 @@ class Position:
     def __init__(self) -> None:
         self._notes: dict[str, _Note] = {}
         self._calls: list[Call] = []
+        self._last_at: dict[str, Call] = {}
 
     def enter(self, kind: str, place: str, tensors: Sequence[tf.Tensor], sizes: tf.Tensor) -> Any:
         """Records that a function begins a collective. Eager collectives are reported to the other ranks instead.
@@ -55,8 +58,9 @@ class Position:
         note = self._notes[place] if place in self._notes else self._notes.setdefault(place, _Note())
         with tf.device("CPU:0"):
             number = tf.constant([len(self._calls)])
-            line = user_line((frame.filename, frame.lineno) for frame in reversed(number.op.traceback))
-            self._calls.append(Call(kind, f"in {place}", tuple((tensor.dtype.name, ()) for tensor in tensors), line))
+            dtypes = tuple((tensor.dtype.name, ()) for tensor in tensors)
+            self._calls.append(Call(kind, f"in {place}", dtypes, line_of(number.op)))
+            self._last_at[place] = self._calls[-1]
             handle = note.handle()
             times = _read(handle)[:1] + 1
             return _write(handle, tf.concat([times, number, sizes], 0)), handle, times
@@ -67,8 +71,8 @@ class Position:
         with tf.device("CPU:0"), tf.control_dependencies([result]):
             _write(handle, times)
 
-    def read(self) -> Iterator[Stay]:
-        """Yields the collectives that this rank is in."""
+    def read(self) -> Iterator[tuple[Stay, bool]]:
+        """Yields the last collective of each place, and whether this rank is in it. Shapes are not kept when it ends."""
         for place, note in list(self._notes.items()):
             times, *where = _read(note.handle()).numpy().tolist()
             if where:
@@ -78,7 +82,9 @@ class Position:
                     rank, *sizes = sizes
                     tensors.append((dtype, tuple(sizes[:rank])))
                     sizes = sizes[rank:]
-                yield Stay(place, times, call._replace(tensors=tuple(tensors)))
+                yield Stay(place, times, call._replace(tensors=tuple(tensors))), True
+            elif times and place in self._last_at:
+                yield Stay(place, times, self._last_at[place]), False
 
 
 class _Note:
@@ -139,16 +145,30 @@ class Followed:
         self.group, self._number, self._position, self._limit = group, number, position, limit
         self._looks: dict[Stay, int] = {}
         self._until: dict[Stay, float] = {}
+        self._since: dict[Stay, float] = {}
+        self._ended: dict[Stay, float] = {}
 
     def look(self) -> list[Report]:
         """Returns a report for each collective that the rank has been in for some time, and another one at the limit."""
-        now, stays = time.monotonic(), list(self._position.read())
+        now, read = time.monotonic(), list(self._position.read())
+        stays = [stay for stay, is_inside in read if is_inside]
+        self._ended = {stay: self._ended.get(stay, time.time()) for stay, is_inside in read if not is_inside}
+        self._since = {stay: self._since.get(stay, now) for stay in stays}
         self._looks = {stay: self._looks.get(stay, 0) + 1 for stay in stays}
         self._until = {stay: self._until.get(stay, now + self._limit) for stay in stays}
         late = [stay for stay, until in self._until.items() if now > until]
         self._until |= dict.fromkeys(late, math.inf)
         stuck = [stay for stay, looks in self._looks.items() if looks == _LOOKS]
         return [self._report(stay, False) for stay in stuck] + [self._report(stay, True) for stay in late]
+
+    def known(self) -> tuple[Sequence[int], int, list[Collective]]:
+        """Returns the group, how many collectives it had begun at the last look, and the last one of each place."""
+        group, since, now = name_of(self.group), self._since, time.monotonic()
+        ended = self._ended.items()
+        told = [Collective(group, each.times, each.call.what, each.call.line, "done", round(seen, 3)) for each, seen in ended]
+        for each, began in since.items():
+            told.append(Collective(group, each.times, each.call.what, each.call.line, "entered", seconds=round(now - began, 3)))
+        return self.group, sum(each.number for each in told), told
 
     def _report(self, stay: Stay, is_late: bool) -> Report:
         return Report(self.group, (self._number, stay.place, stay.times), stay.call, waits=False, is_limited=is_late)

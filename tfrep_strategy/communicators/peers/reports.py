@@ -7,60 +7,21 @@ send the lines of their programs, and all ranks get an error with the first line
 
 from __future__ import annotations
 
-import os
-import sys
-import sysconfig
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple
 
-import keras
-import tensorflow as tf
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
-from tfrep_strategy import errors
+from tfrep_strategy.cluster.flight_recorder import LONGEST_LINE, MOST_LINES, Whereabouts
 from tfrep_strategy.cluster.rendezvous.channel import Schema
+from tfrep_strategy.core.calls import Call
 from tfrep_strategy.core.validation import MOST_RANKS
 from tfrep_strategy.errors import DesyncError, message
 
-_FREE_ROWS = ("all_gather", "all_to_all")
 _NAMED = 8
 """The number of ranks that a message names one by one."""
-
-
-class Call(NamedTuple):
-    """A collective as one rank calls it.
-
-    Attributes:
-        kind: Name of the collective.
-        option: An argument that must be equal on all ranks, such as the reduction or the root.
-        tensors: Dtype and shape of each tensor.
-        line: File and line of the user's code.
-    """
-
-    kind: str
-    option: str
-    tensors: tuple[tuple[str, tuple[int, ...]], ...]
-    line: str
-
-    def __str__(self) -> str:
-        tensors = [f"{dtype}{list(shape)}" for dtype, shape in self.tensors]
-        return f"{self.kind}({', '.join([*tensors, *filter(None, [self.option])])}) at {self.line}"
-
-    def fits(self, other: Call) -> bool:
-        """Returns whether both calls can be part of one collective.
-
-        Example:
-            >>> Call("all_reduce", "sum", (("float32", (3,)),), "a.py:1").fits(
-            ...     Call("all_reduce", "sum", (("float32", (4,)),), "a.py:1"))
-            False
-        """
-        return self._agreed() == other._agreed()
-
-    def _agreed(self) -> tuple[Any, ...]:
-        free = self.kind in _FREE_ROWS
-        return self.kind, self.option, tuple((dtype, shape[1:] if free else shape) for dtype, shape in self.tensors)
 
 
 def _group(found: Any) -> Sequence[int]:
@@ -91,40 +52,8 @@ class Report(NamedTuple):
     is_limited: bool = False
 
 
-_OWN = tuple(os.path.join(os.path.dirname(os.path.abspath(file)), "") for file in (errors.__file__, tf.__file__, keras.__file__))
-_STANDARD = os.path.join(sysconfig.get_path("stdlib"), "")
-
-
-def user_line(stack: Iterable[tuple[str, int]] | None = None) -> str:
-    """Finds the current line of the user's program.
-
-    Args:
-        stack: File and line of each frame, the innermost first. Default: the caller's stack.
-
-    Returns:
-        The innermost frame outside TensorFlow, Keras, Python's own modules and this package, as `"file.py:12"`.
-    """
-    for file, line in _frames() if stack is None else stack:
-        standard = file.startswith(_STANDARD) and "site-packages" not in file
-        if not file.startswith((*_OWN, "<")) and not standard and "__autograph_generated" not in file:
-            return f"{file}:{line}"
-    return "an unknown line"
-
-
-def _frames() -> Iterable[tuple[str, int]]:
-    frame = sys._getframe(2)
-    while frame is not None:
-        yield frame.f_code.co_filename, frame.f_lineno
-        frame = frame.f_back  # type: ignore[assignment]
-
-
-def purpose() -> str:
-    """Returns the name of this package's outermost function on the stack, which the user or Keras has called."""
-    name, frame = "", sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith(_OWN[0]):
-        name = frame.f_code.co_name if frame.f_code.co_name != "replaced" else name
-        frame = frame.f_back  # type: ignore[assignment]
-    return name
+SAME_CALLS = "all ranks of a group have to call the same collectives in the same order, with the same dtypes and shapes."
+"""What to do about ranks that called different collectives."""
 
 
 def group_of(ranks: Sequence[int]) -> Sequence[int]:
@@ -165,8 +94,7 @@ def describe_difference(what: str, words: Sequence[tuple[int, str]]) -> str:
         for rank, word in words:
             alike.setdefault(word, []).append(rank)
         lines = [f"  rank{'s' * (len(ranks) > 1)} {some_of(ranks)}: {word}" for word, ranks in alike.items()]
-    hint = "all ranks of a group have to call the same collectives in the same order, with the same dtypes and shapes."
-    return message("\n".join([what, *lines]), hint, code="TFREP-E019")
+    return message("\n".join([what, *lines]), SAME_CALLS, code="TFREP-E019")
 
 
 Lines = Sequence[tuple[str, str]]
@@ -175,13 +103,32 @@ Lines = Sequence[tuple[str, str]]
 OF_RANK, OF_HUB = ("program compared", "program wanted"), ("program", "program lines", "called")
 
 _Key = tuple[Group, int | tuple[int, str, int]]
+_HangLines = Annotated[list[Annotated[str, Field(max_length=LONGEST_LINE)]], Field(max_length=MOST_LINES)]
+
+
+class State(NamedTuple):
+    """What a rank tells the hub from time to time.
+
+    Attributes:
+        busy: Seconds that it has been in a call; None if it is in none.
+        idle: Seconds since its last call ended.
+        where: Where it is.
+    """
+
+    busy: float | None
+    idle: float
+    where: Whereabouts | None = None
+
+
 TO_HUB = Schema(
     {
         "rank": tuple[int],
         "report": tuple[Report],
-        "state": tuple[float | None, float],
+        "state": State,
+        "where": tuple[Whereabouts],
+        "late": tuple[bool],
         "ended": tuple[bool, str | None],
-        "frozen": tuple[int, str],
+        "frozen": tuple[int, str, Whereabouts | None],
         "program": tuple[str, str],
         "program lines": tuple[str, list[tuple[str, str]]],
         "called": tuple[str, tuple[str, str]],
@@ -192,10 +139,11 @@ TO_RANKS = Schema(
         "agreed": tuple[_Key],
         "refused": tuple[_Key, str],
         "desync": tuple[str],
-        "hang": tuple[int, float, str],
+        "where": tuple[()],
+        "hang": tuple[_HangLines],
         "silent": tuple[dict[int, float]],
-        "ended": tuple[list[tuple[int, bool, str | None]]],
-        "frozen": tuple[int, str],
+        "ended": tuple[list[tuple[int, bool, str | None] | tuple[int, bool, str | None, _HangLines]]],
+        "frozen": tuple[int, str, Whereabouts | None],
         "program compared": tuple[str],
         "program wanted": tuple[str],
     }

@@ -22,9 +22,10 @@ from tfrep_strategy.cluster.hardware import MOST_IN_MESSAGE, MOST_SHARING, SHARE
 from tfrep_strategy.cluster.transports import no_shared_memory
 from tfrep_strategy.communicators.base import Arrays, Communicator, HostCommunicator, SingleCommunicator
 from tfrep_strategy.communicators.order import structural_name
-from tfrep_strategy.communicators.peers.reports import Call, describe_difference, user_line
+from tfrep_strategy.communicators.peers.reports import describe_difference
 from tfrep_strategy.communicators.shared_memory.links import LONGEST_MESSAGE, Links, meet
 from tfrep_strategy.communicators.shared_memory.memory import Memory, Row, aligned_empty, reduce_in_order
+from tfrep_strategy.core.calls import Call, user_line
 from tfrep_strategy.core.limits import meeting_seconds
 from tfrep_strategy.errors import ConfigurationError, DesyncError, TfrepError, message, warn
 

@@ -20,11 +20,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from tfrep_strategy.core.calls import line_of
 from tfrep_strategy.core.limits import Verification, timeout_seconds
 from tfrep_strategy.errors import PeerError, TfrepError, message
 from tfrep_strategy.partitioner.placements import Partial, Placement, Replicate, Shard
 from tfrep_strategy.partitioner.planner import in_order
-from tfrep_strategy.partitioner.step import Observed, PartitionedStep, line_of
+from tfrep_strategy.partitioner.step import Observed, PartitionedStep
 from tfrep_strategy.partitioner.verification.comparison import (
     Bounds,
     Difference,
