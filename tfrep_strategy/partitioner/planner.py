@@ -186,10 +186,16 @@ class Planner(Values):
         else:
             self.emit(operation, inputs, REPLICATE)
 
-    def settle_items(self, tensor: Any) -> None:
-        """Replicates a list whose elements are rows, and rows that data have chosen."""
+    def settle_items(self, tensor: Any, keeps_layouts: bool = False) -> None:
+        """Replicates a list whose elements are rows, and rows other than those of the batch.
+
+        Args:
+            tensor: The tensor.
+            keeps_layouts: Whether what layouts shard stays sharded.
+        """
         value = self.value(tensor)
-        if isinstance(value.placement, Shard) and value.placement.rows > 0:
+        rows = value.placement.rows if isinstance(value.placement, Shard) else 0
+        if rows and not (keeps_layouts and rows == OF_LAYOUT):
             self.put(tensor, REPLICATE, self.replicated(tensor))
         elif isinstance(value.placement, Items):
             self.without_rule.setdefault("TensorListFromTensor", tensor.op)

@@ -165,7 +165,7 @@ def branches(plan: Planner, operation: Any) -> None:
         plan.replicate(operation)
         return
     for x in given:
-        plan.settle_items(x)
+        plan.settle_items(x, keeps_layouts=True)
     if isinstance(plan.placement(which), Own):
         chosen = plan.local(which)
         entries, locals_ = _before_each_takes_its_own(plan, given)
@@ -260,7 +260,7 @@ def loop(plan: Planner, operation: Any) -> None:
         plan.bodies[operation.name] = [(test, None), (body, None)]
         return
     for x in operation.inputs:
-        plan.settle_items(x)
+        plan.settle_items(x, keeps_layouts=True)
     settled = _Loop(plan, operation, test, body)
     if settled.inner.without_rule:  # The loop would send rows in each round.
         plan.note_without_rule({operation.type: operation})

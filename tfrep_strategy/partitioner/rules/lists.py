@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfrep_strategy.partitioner import sizes as by_value
 from tfrep_strategy.partitioner.placements import (
     ITEMS,
+    OF_LAYOUT,
     REPLICATE,
     VACANT,
     Items,
@@ -101,6 +102,9 @@ def new_list(plan: Planner, operation: Any) -> None:
 def unstack(plan: Planner, operation: Any) -> None:
     """Makes a list; the first axis of the tensor holds the elements."""
     x, shape = operation.inputs
+    placement = plan.placement(x)
+    if isinstance(placement, Shard) and placement.rows == OF_LAYOUT:
+        plan.settle_items(x)
     placement, local = plan.placement(x), plan.local(x)
     if isinstance(placement, Shard):
         if placement.axis:
