@@ -87,7 +87,7 @@ def test_parts_of_slots_and_other_settings() -> None:
 
 
 @pytest.mark.lane("launchers")
-@pytest.mark.parametrize(("net", "replicas"), [("dense", 1), ("dense", 2), ("convnet", 1), ("lstm", 1)])
+@pytest.mark.parametrize(("net", "replicas"), [("dense", 1), ("dense", 2), ("convnet", 1), ("lstm", 1), ("embedding", 2)])
 def test_a_step_takes_less(net: str, replicas: int, tmp_path: Path) -> None:
     """TensorFlow counts the bytes of tensors on a CPU with oneDNN, those of 256 KB and more, and what it rounds them up to."""
     found, file = _estimate(net, replicas=replicas), tmp_path / "peak.json"

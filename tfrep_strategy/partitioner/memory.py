@@ -188,8 +188,12 @@ class _Walk:
             is_gathered = mark == marks.SLICES and plan is not None and isinstance(plan.placement(operation.inputs[0]), Shard)
             if is_gathered and plan is not None and own[0].whole is None:
                 found = _Buffer(self._bytes(plan, plan.dims(operation.inputs[0]), tensor.dtype))
-                found.begin = found.end = now
-                self.buffers.append(found)
+                received = _Buffer(found.size)  # The rows of each replica, before they are one tensor.
+                for each in (found, received):
+                    each.begin = each.end = now
+                    self.buffers.append(each)
+                if self.gradients.pop(id(own[0]), None) is not None:  # The optimizer is given those of all replicas.
+                    self.gradients[id(found)] = found
             elif mark in (marks.GRADIENT, marks.SLICES):
                 found = own[0].whole or own[0]
             elif type_ == "IdentityN" and mark is None:

@@ -32,6 +32,9 @@ if net == "convnet":
     ]
 elif net == "lstm":
     shape, count, optimizer, hidden = (20, 32), 2048, keras.optimizers.Adam(**settings), [layers.LSTM(128)]
+elif net == "embedding":
+    shape, count, optimizer = (24,), 512, keras.optimizers.Adam(**settings)
+    hidden = [layers.Embedding(20_000, 64), layers.GlobalAveragePooling1D()]
 else:
     shape, count, optimizer = (512,), 1024, keras.optimizers.Adam(**settings)
     hidden = [layers.Dense(1024, "relu") for _ in range(2)]
