@@ -17,7 +17,19 @@ import tensorflow as tf
 from tfrep_strategy.core.tf import add_function, operation_definition
 from tfrep_strategy.partitioner import marks
 from tfrep_strategy.partitioner import sizes as by_value
-from tfrep_strategy.partitioner.placements import OF_LAYOUT, REPLICATE, WHOLE, Items, Own, Parts, Placement, Replicate, Rows, Shard
+from tfrep_strategy.partitioner.placements import (
+    OF_LAYOUT,
+    REPLICATE,
+    WHOLE,
+    Items,
+    Own,
+    Partial,
+    Parts,
+    Placement,
+    Replicate,
+    Rows,
+    Shard,
+)
 from tfrep_strategy.partitioner.program import Gathered, Program, Tensor
 from tfrep_strategy.partitioner.values import OwnRows, Value, Values
 
@@ -253,6 +265,8 @@ class Planner(Values):
             RULES[OF_PARTS](self, operation)
         else:
             self.plan_by_rule(operation)
+        if self.parts_of_layouts:
+            self._sum_once(operation)
         if operation.type in LEADING:
             self._cut_rows(operation)
         if operation.type not in _SIZED_BY_RULE:
@@ -312,6 +326,13 @@ class Planner(Values):
         after = (*before[-1:], *(each.received for each in earlier[-1:]))
         earlier.append(Gathered(part, after, self.program.send("equal rows", part, after=after)))
         return earlier[-1]
+
+    def _sum_once(self, operation: Any) -> None:
+        """Sums addends that several operations take. As large as an activation, they would else be summed behind each of them."""
+        for tensor in operation.outputs:
+            is_sum = isinstance(self.placement(tensor), Partial) and tensor.dtype.is_floating and tensor.shape.rank != 0
+            if is_sum and sum(each.type not in _OF_SHAPE for each in tensor.consumers()) > 1:
+                self.replicated(tensor)
 
     def _cut_rows(self, operation: Any) -> None:
         """Gives each replica its rows of a whole result that has the rows of the batch, such as ragged rows made dense."""
@@ -438,6 +459,7 @@ _TAKE_OWN = frozenset({
     "ReadVariableOp", "StatefulPartitionedCall", "StatelessCase", "StatelessIf", "VariableShape",
 })  # fmt: skip
 """Operations whose rules handle values that differ between replicas."""
+_OF_SHAPE = frozenset({"Shape", "ShapeN", "Size", "Rank"})
 _SIZED_BY_RULE = frozenset({"Shape", "ShapeN", "Size", "Rank", "Const"})
 
 
