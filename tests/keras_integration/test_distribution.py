@@ -163,11 +163,9 @@ def test_what_model_parallel_replicas_send() -> None:
     lines = str(tf.distribute.get_strategy().explain(model)).splitlines()
     rounds = [line for line in lines if line.startswith(("train: Round", "predict: Round"))]
     assert not any("gather" in line for line in rounds), rounds
-    sums = {
-        phase: sum(line.count("1 sum of 192 bytes a row") for line in rounds if line.startswith(phase))
-        for phase in ("train", "predict")
-    }
-    # Forward of the embedding, the heads and the wide layers, whose sum predictions take behind the pooling; backward of the last two.
+    wide = "1 sum of 192 bytes a row"
+    sums = {phase: sum(wide in line for line in rounds if line.startswith(phase)) for phase in ("train", "predict")}
+    # Forward: the embedding, the heads, the wide layers, which predictions sum behind the pooling. Backward: the last two.
     assert sums == {"train": 5, "predict": 2}, rounds
     assert not any("192 bytes" in line.replace(wide, "") for line in rounds), rounds
 
