@@ -29,6 +29,7 @@ from tfrep_strategy.partitioner.placements import (
     Replicate,
     Rows,
     Shard,
+    is_number,
 )
 from tfrep_strategy.partitioner.program import Gathered, Program, Tensor
 from tfrep_strategy.partitioner.values import OwnRows, Value, Values
@@ -266,6 +267,7 @@ class Planner(Values):
         else:
             self.plan_by_rule(operation)
         if self.parts_of_layouts:
+            self._note_dims(operation)
             self._sum_once(operation)
         if operation.type in LEADING:
             self._cut_rows(operation)
@@ -326,6 +328,17 @@ class Planner(Values):
         after = (*before[-1:], *(each.received for each in earlier[-1:]))
         earlier.append(Gathered(part, after, self.program.send("equal rows", part, after=after)))
         return earlier[-1]
+
+    def _note_dims(self, operation: Any) -> None:
+        """Records sizes of results that neither the trace nor a rule knows. Products along a layout's axis need them."""
+        dims = [self.dims(x) if x.dtype.is_floating else None for x in operation.inputs]
+        are_known = all(each is not None and all(is_number(d) or _is_whole(d) for d in each) for each in dims)
+        if not are_known or not any(_is_whole(d) for each in dims for d in each or ()):
+            return
+        if any(None in (self.dims(x) or [None]) for x in operation.outputs if x.dtype.is_floating):
+            for tensor, found in zip(operation.outputs, by_value.inferred(operation, [each or [] for each in dims]), strict=True):
+                if found is not None:
+                    self.known_dims[tensor.name] = found
 
     def _sum_once(self, operation: Any) -> None:
         """Sums addends that several operations take. As large as an activation, they would else be summed behind each of them."""
@@ -461,6 +474,10 @@ _TAKE_OWN = frozenset({
 """Operations whose rules handle values that differ between replicas."""
 _OF_SHAPE = frozenset({"Shape", "ShapeN", "Size", "Rank"})
 _SIZED_BY_RULE = frozenset({"Shape", "ShapeN", "Size", "Rank", "Const"})
+
+
+def _is_whole(size: Any) -> bool:
+    return isinstance(size, Rows) and size.rows == WHOLE
 
 
 def _is_seeded(operation: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfrep_strategy.partitioner.placements import Size, is_number, product
+from tfrep_strategy.partitioner.placements import WHOLE, Rows, Size, is_number, product
 
 _MOST = 256
 """The largest number of elements that are tracked."""
@@ -267,3 +267,37 @@ def computed(operation: Any, inputs: Sequence[Sizes | None]) -> list[Sizes | Non
     if result is None:
         return unknown
     return result if isinstance(result, list) else [result]
+
+
+_TRIED = 1_009, 2_003
+
+
+def inferred(operation: Any, dims: Sequence[Sequence[Size]]) -> list[list[Size] | None]:
+    """Infers the shapes of results by TensorFlow's shape functions, which get two numbers in place of the rows.
+
+    Args:
+        operation: An operation whose results have sizes that depend on those of its inputs alone, not on values.
+        dims: The global shape of each input: numbers, and multiples of the rows of a batch that each replica has whole.
+    """
+    found = []
+    for rows in _TRIED:
+        definition = tf.compat.v1.GraphDef()
+        for i, (x, each) in enumerate(zip(operation.inputs, dims, strict=True)):
+            given = definition.node.add(name=f"x{i}", op="Placeholder")
+            given.attr["dtype"].type = x.dtype.as_datatype_enum
+            given.attr["shape"].shape.CopyFrom(tf.TensorShape([d if is_number(d) else d.per_row * rows for d in each]).as_proto())
+        node = definition.node.add(name="result", op=operation.type, input=[f"x{i}" for i in range(len(dims))])
+        for name, value in operation.node_def.attr.items():
+            if not name.startswith("_"):
+                node.attr[name].CopyFrom(value)
+        with tf.Graph().as_default() as graph:
+            tf.graph_util.import_graph_def(definition, name="")
+        found.append([x.shape for x in graph.get_operation_by_name("result").outputs])
+    return [None if x.rank is None else list(map(_size_of_both, x, y)) for x, y in zip(*found, strict=True)]
+
+
+def _size_of_both(one: int | None, other: int | None) -> Size:
+    if one == other:
+        return one
+    (per_row, rest), (again, left) = (divmod(size or 0, rows) for size, rows in zip((one, other), _TRIED, strict=True))
+    return Rows(per_row, WHOLE) if per_row == again and per_row and not rest and not left else None
