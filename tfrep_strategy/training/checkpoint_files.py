@@ -9,6 +9,7 @@ have this form, so any number of replicas finds its parts in the files of any ot
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -283,7 +284,7 @@ class Index:
         """
         own, found, first = description(model)["variables"], [], 0
         for kind, theirs in self.content["variables"].items():
-            differ = [(a, b) for a, b in zip(own[kind], theirs, strict=False) if a != b][:3] or len(own[kind]) != len(theirs)
+            differ = [(a, b) for a, b in itertools.zip_longest(own[kind], theirs) if a != b][:3]
             # A program that only predicts has no optimizer, and may have drawn no random numbers.
             if differ and (kind == "weights" or (own[kind] and theirs)):
                 raise ConfigurationError(
@@ -291,10 +292,8 @@ class Index:
                         "The checkpoint is of another model or optimizer.",
                         hint="make the same model, or use another folder.",
                         folder=self._folder,
-                        kind=kind,
-                        variables=len(own[kind]),
-                        in_checkpoint=len(theirs),
-                        differ=differ,
+                        variables=kind,
+                        of_model_and_checkpoint=differ,
                     )
                 )
             if not differ:

@@ -166,8 +166,8 @@ class _Group:
     def __init__(self, model: Any) -> None:
         strategy = getattr(model, "distribute_strategy", None)
         is_ours = driver_of_model(model) is not None
-        others = not is_ours and strategy is not None and strategy.num_replicas_in_sync > len(strategy.extended.worker_devices)
-        if others or isinstance(strategy, tf.distribute.experimental.ParameterServerStrategy):
+        of_tensorflow = not is_ours and isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+        if of_tensorflow or isinstance(strategy, tf.distribute.experimental.ParameterServerStrategy):
             hint = "use keras.callbacks.ModelCheckpoint, or a MirroredStrategy or MultiWorkerStrategy of this package."
             raise ConfigurationError(
                 message("A checkpoint of all ranks needs a strategy that knows them.", hint, strategy=strategy)
