@@ -124,6 +124,10 @@ def _copy(source: np.ndarray, has: Runs, target: np.ndarray, wants: Runs, total:
 def held_by(variables: Iterable[Any], group: Any) -> list[tuple[int, Runs, np.ndarray]]:
     """Copies what this rank writes: the parts of its replicas, and its share of what all ranks hold.
 
+    Args:
+        variables: The Keras variables.
+        group: The ranks.
+
     Returns:
         The number of the variable, which bytes these are, and the bytes.
     """
@@ -279,6 +283,12 @@ class Index:
     def chosen(self, model: Any) -> list[tuple[int, Any]]:
         """Returns the variables of a model, each with its number in the checkpoint.
 
+        Args:
+            model: The model.
+
+        Returns:
+            The numbers and variables.
+
         Raises:
             ConfigurationError: The checkpoint is of another model.
         """
@@ -304,6 +314,10 @@ class Index:
 
     def check(self, rank: int, size: int) -> None:
         """Checks the bytes of a share of the parts.
+
+        Args:
+            rank: The number of the share.
+            size: The number of shares.
 
         Raises:
             OSError: A file is missing or damaged.

@@ -92,9 +92,11 @@ class ShardedCheckpoint(DeclaredCallback):
 
         Raises:
             ConfigurationError: The checkpoint is of another model.
-            OSError: There is no checkpoint, or it is damaged. The values of the model are unchanged.
+            OSError: There is no checkpoint, it is damaged, or a write that was not over has failed. The values of the model are
+                unchanged.
         """
         group = _Group(model)
+        _settle(group)
         progress = _load_newest(group, model, _local(folder))
         if progress is None:
             hint = "look whether the path is right, and whether this machine sees it."
