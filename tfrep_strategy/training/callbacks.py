@@ -18,6 +18,7 @@ import tensorflow as tf
 from tfrep_strategy.data.step_clock import Counts, StepClock, counting
 from tfrep_strategy.errors import ConfigurationError, check_count, message
 from tfrep_strategy.keras_integration.finding import driver_of_model
+from tfrep_strategy.training.sharded_checkpoint import CheckpointProgress, ShardedCheckpoint
 
 _PERCENTILES = (50, 90, 99)
 
@@ -445,4 +446,4 @@ def _check_learning_rate(learning_rate: Any) -> None:
         )
 
 
-__all__ = ["LearningRateWarmup", "Throughput", "scale_learning_rate"]
+__all__ = ["CheckpointProgress", "LearningRateWarmup", "ShardedCheckpoint", "Throughput", "scale_learning_rate"]

@@ -32,10 +32,12 @@ class DeclaredCallback(keras.callbacks.Callback):
     Attributes:
         looks_at_batches: Whether it needs the logs of each batch, or may stop training at one. Otherwise it adds no cost to a step.
         saves_training: Whether it saves the training itself, so that a run need not back it up.
+        needs_all_ranks: Whether it works only where all ranks have it.
     """
 
     looks_at_batches = True
     saves_training = False
+    needs_all_ranks = False
 
 
 class CsvFiles(KerasDriver):
@@ -221,7 +223,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str, np.generic, np.ndarray))
 
 
-_SEEDS, _OWN_SEED, _RECURRENT = "seeds", "seed of Keras", "recurrent states"
+_SEEDS, OWN_SEED, _RECURRENT = "seeds", "seed of Keras", "recurrent states"
 
 
 def values_beside_files(model: Any) -> dict[str, list[np.ndarray]]:
@@ -243,7 +245,7 @@ def assign_beside_files(model: Any, values: Mapping[str, Sequence[np.ndarray]]) 
         model: The model, which is built.
         values: From `values_beside_files`.
     """
-    if values[_OWN_SEED]:
+    if values[OWN_SEED]:
         global_seed_generator()  # Makes the generator, if it was not used yet.
     for kind in values:
         _assign(kind, model, values)
@@ -270,9 +272,30 @@ def _variables(model: Any) -> dict[str, list[Any]]:
     generator = get_global_attribute("global_seed_generator")
     return {
         _SEEDS: [variable for variable in model.variables if id(variable) not in in_files],
-        _OWN_SEED: [] if generator is None else [generator.state],
+        OWN_SEED: [] if generator is None else [generator.state],
         _RECURRENT: [state for layer in layers for state in keras.tree.flatten(getattr(layer, "states", None) or [])],
     }
+
+
+def variables_of_training(model: Any) -> dict[str, list[Any]]:
+    """Returns the Keras variables that training resumes from, by kind and each once.
+
+    Args:
+        model: The model, which is built.
+    """
+    compiled = getattr(model, "optimizer", None)
+    optimizers = [*([] if compiled is None else [compiled]), *other_optimizers(model).values()]
+    kinds = {"weights": model.weights, "optimizers": [v for each in optimizers for v in each.variables]} | _variables(model)
+    seen = set[int]()
+    found: dict[str, list[Any]] = {}
+    for kind, variables in kinds.items():
+        found[kind] = [v for v in variables if not (id(v) in seen or seen.add(id(v)))]  # type: ignore[func-returns-value]
+    return found
+
+
+def make_own_seed() -> None:
+    """Makes Keras's own generator of seeds, if it was not used yet."""
+    global_seed_generator()
 
 
 Places = dict[str, list[int]]

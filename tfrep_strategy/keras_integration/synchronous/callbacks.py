@@ -56,7 +56,7 @@ class Given(NamedTuple):
 
     Attributes:
         kind: Module and name of its class.
-        changes_training: Whether weights or the learning rate depend on it.
+        changes_training: Whether weights or the learning rate depend on it, or it works on all ranks only.
         tracks: Whether it reports to a tracker of experiments.
         settings: Its numbers, texts and functions, to distinguish it from others of its class.
     """
@@ -71,6 +71,7 @@ class Given(NamedTuple):
         """Describes a callback."""
         kind = f"{type(callback).__module__}.{type(callback).__qualname__}"
         restores = isinstance(callback, keras.callbacks.EarlyStopping) and callback.restore_best_weights
+        restores = restores or (isinstance(callback, DeclaredCallback) and callback.needs_all_ranks)
         tracks = any(base.__module__.partition(".")[0] in _TRACKERS for base in type(callback).__mro__)
         settings = repr([(name, _described(value)) for name, value in sorted(vars(callback).items())])
         return cls(kind, restores or isinstance(callback, _CHANGE_TRAINING), tracks, settings)
@@ -108,7 +109,7 @@ def find_local(ranks: Sequence[Sequence[Given]]) -> dict[Given, list[int]]:
         if given.changes_training:
             raise ConfigurationError(
                 message(
-                    f"Only some ranks were given a {given.kind.rpartition('.')[2]}, which changes how the model trains.",
+                    f"Only some ranks were given a {given.kind.rpartition('.')[2]}, which changes training or needs all ranks.",
                     hint="give it to all ranks; what it writes is written once all the same.",
                     ranks_with_it=found[given],
                 )
