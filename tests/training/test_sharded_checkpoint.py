@@ -334,7 +334,8 @@ def test_parts_are_found_in_the_parts_of_others(shape: tuple[int, ...]) -> None:
                 np.testing.assert_array_equal(found.view("int16"), expected.reshape(-1)[: wanted.size // 2])
 
 
-@pytest.mark.parametrize("axis", [*in_lane("quick", 1), *in_lane("sharded_training", 0)])
+@pytest.mark.lane("sharded_training")
+@pytest.mark.parametrize("axis", [0, 1])
 def test_layouts_of_keras(axis: int, tmp_path: Path) -> None:
     with _layouts(axis):
         model = _model()
