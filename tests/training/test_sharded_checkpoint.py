@@ -334,7 +334,7 @@ def test_parts_are_found_in_the_parts_of_others(shape: tuple[int, ...]) -> None:
                 np.testing.assert_array_equal(found.view("int16"), expected.reshape(-1)[: wanted.size // 2])
 
 
-@pytest.mark.lane("quick")
+@pytest.mark.lane("sharded_training")
 @pytest.mark.parametrize("axis", [0, 1])
 def test_layouts_of_keras(axis: int, tmp_path: Path) -> None:
     with _layouts(axis):
@@ -387,8 +387,7 @@ def _flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.lane("quick")
-@pytest.mark.parametrize("damage", [Path.unlink, _cut_short, _flip])
+@pytest.mark.parametrize("damage", [*in_lane("quick", _flip), *in_lane("sharded_training", Path.unlink, _cut_short)])
 def test_a_damaged_file_changes_nothing(damage: Callable[[Path], None], tmp_path: Path) -> None:
     with _mirrored(2).scope():
         model = _model()
@@ -450,6 +449,15 @@ def test_what_cannot_be_written_is_told_at_the_end(tmp_path: Path, monkeypatch: 
     assert Checkpoint.load(model, tmp_path) == (3, 0)
 
 
+@pytest.mark.lane("sharded_training")
+def test_an_epoch_of_unknown_length_ends(tmp_path: Path) -> None:
+    data = tf.data.Dataset.from_tensor_slices((_X, _Y)).batch(8).filter(lambda *batch: True)
+    model = _model()
+    with pytest.warns(UserWarning, match="ran out of data"):
+        model.fit(data, shuffle=False, verbose=0, callbacks=[Checkpoint(tmp_path, save_freq=5)])
+    assert _has(tmp_path, 1, 0)
+
+
 @pytest.mark.lane("quick")
 def test_settings_and_models_that_cannot_be_saved(tmp_path: Path) -> None:
     with refuses(hint="shared disk", folder="gs://bucket/run"):
@@ -461,5 +469,8 @@ def test_settings_and_models_that_cannot_be_saved(tmp_path: Path) -> None:
     model.compile("sgd", "mse")
     with refuses(hint="keras.Input", model=...):
         _fit(model, Checkpoint(tmp_path))
+    of_tensorflow = SimpleNamespace(distribute_strategy=object.__new__(tf.distribute.MultiWorkerMirroredStrategy))
+    with refuses(hint="of this package", strategy=...):
+        Checkpoint.load(of_tensorflow, tmp_path)
     with refuses(FileNotFoundError, hint="the path is right", folder=...):
         Checkpoint.load(_model(), tmp_path)

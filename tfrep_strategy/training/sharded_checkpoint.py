@@ -78,6 +78,7 @@ class ShardedCheckpoint(DeclaredCallback):
         self.folder, self.save_freq, self.max_to_keep = _local(folder), save_freq, max_to_keep
         self.saves_training = restore
         self._epoch = self._done = self._since = 0
+        self._saved: CheckpointProgress | None = None
 
     @staticmethod
     def load(model: Any, folder: str | os.PathLike[str]) -> CheckpointProgress:
@@ -111,6 +112,7 @@ class ShardedCheckpoint(DeclaredCallback):
             raise ConfigurationError(message("Ranks save to different folders.", hint, folders=folders))
         _settle(self._group)
         self._epoch = self._done = self._since = 0
+        self._saved = None
         self.model._initial_epoch = None  # It may belong to an earlier `fit`.
         progress = _load_newest(self._group, self.model, self.folder) if self.saves_training else None
         if progress is not None:
@@ -133,7 +135,9 @@ class ShardedCheckpoint(DeclaredCallback):
         self._done = batch + 1
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        if self.save_freq == "epoch" or self._since >= int(self.save_freq):
+        # Where the data does not tell its length, Keras begins a batch after the last one.
+        is_again = self._saved == (epoch, self._done)
+        if self.save_freq == "epoch" or self._since >= int(self.save_freq) or is_again:
             self._save(CheckpointProgress(epoch + 1, 0))
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -142,7 +146,7 @@ class ShardedCheckpoint(DeclaredCallback):
 
     def _save(self, progress: CheckpointProgress) -> None:
         global _write
-        group, self._since = self._group, 0
+        group, self._since, self._saved = self._group, 0, progress
         _settle(group)
         group.merge()
         name = ""
