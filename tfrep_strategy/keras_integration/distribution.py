@@ -126,27 +126,46 @@ def enter(set_distribution: Any, value: Any) -> None:
                 )
             )
         if strategy.num_replicas_in_sync > 1:
-            _check_splits(value, strategy)
+            _note_mesh(value, strategy)
             if not tf.distribute.has_strategy():
                 tf.distribute.experimental_set_strategy(strategy)
                 _entered = strategy
     set_distribution(value)
 
 
-def _check_splits(value: Any, strategy: Any) -> None:
-    """Notes whether replicas share the rows of a batch, or the weights alone."""
-    mesh = value.device_mesh
-    rows = mesh.shape[list(mesh.axis_names).index(value.batch_dim_name)]
-    strategy.extended.takes_whole_batch = isinstance(value, distribution.ModelParallel) and rows == 1
+def _note_mesh(value: Any, strategy: Any) -> None:
+    """Notes how many replicas share the weights of a model among them, and compute with the same rows of a batch."""
+    names, shape = list(value.device_mesh.axis_names), value.device_mesh.shape
+    batch = names.index(value.batch_dim_name)
+    groups, replicas = int(shape[batch]), strategy.num_replicas_in_sync
+    extended = strategy.extended
+    extended.model_size = replicas // groups if isinstance(value, distribution.ModelParallel) else 1
+    if 1 < extended.model_size < replicas:
+        for hinders, hint in (
+            (batch > 0, "name the axis of the batch first."),
+            (strategy.shard_optimizer_state, "leave out shard_optimizer_state."),
+            (strategy.gradient_aggregator is not None, "leave out gradient_aggregator."),
+        ):
+            if hinders:
+                extended.model_size = 1
+                warn(
+                    message(
+                        "All devices of the mesh share the rows of a batch, and gather the weights that the layouts split.",
+                        hint=f"to split the work of layers as well, {hint}",
+                        mesh=dict(zip(names, shape, strict=True)),
+                    )
+                )
+                break
 
 
-def cut_of_layout(variable: Any, value: Any, replicas: int) -> Along | None:
+def cut_of_layout(variable: Any, value: Any, replicas: int, model_size: int) -> Along | None:
     """Returns the part of a new variable that each replica holds by the layout of the distribution; None if each holds all of it.
 
     Args:
         variable: A Keras variable, which gets its layout.
         value: Its initial value, or a function that returns it.
         replicas: The number of replicas.
+        model_size: The number of replicas that compute with the same rows.
 
     Raises:
         ConfigurationError: The layout has another number of axes than the variable, or the mesh does not divide an axis.
@@ -182,11 +201,21 @@ def cut_of_layout(variable: Any, value: Any, replicas: int) -> Along | None:
                     mesh=sizes,
                 )
             )
-    axes.sort(key=lambda axis: layout.axes[axis] == current.batch_dim_name)  # Which axis is split decides how products are summed.
-    found = next((axis for axis in axes if shape[axis] and shape[axis] % replicas == 0), None)
-    if axes and found is None:
+    mesh = replicas // model_size, model_size
+    of_batch = [axis for axis in axes if layout.axes[axis] == current.batch_dim_name]
+    of_model = [axis for axis in axes if axis not in of_batch]
+    within = _divided(shape, of_model, model_size)
+    # Without groups, which axis is split decides how products are summed.
+    across = _divided(shape, of_batch if model_size > 1 else of_model + of_batch, mesh[0])
+    if axes and within is None and across is None:
         warn(f"{variable.path} {list(shape)} stays whole: {replicas} devices do not divide an axis that its layout splits.")
-    return None if found is None else Along(shape, replicas, found)
+        return None
+    return Along(shape, mesh, (across, within)) if axes else None
+
+
+def _divided(shape: Sequence[int], axes: Sequence[int], devices: int) -> int | None:
+    """Returns the first of some axes that a number of devices divides; None if there is none, or one device."""
+    return next((axis for axis in axes if devices > 1 and shape[axis] and shape[axis] % devices == 0), None)
 
 
 def check_layouts(model: Any) -> None:

@@ -102,6 +102,10 @@ class Planner(Values):
         """The graphs and plans of the bodies of loops and branches, by the names of operations; no plan for a loop over rows."""
         self.beside: dict[int, int] = {}
         """The numbers in placements of rows that are sharded beside those of the batch, by their sizes."""
+        self.of_model = False
+        """Whether it plans along the axis of a mesh whose replicas have the same rows."""
+        self.is_planned_again = False
+        """Whether its program is planned along another axis afterwards, and so keeps its marks."""
         self.parts_of_layouts = 0
         """The number of parts of weights that layouts shard; 0 if none does."""
         self.has_own_batch = False
@@ -118,7 +122,8 @@ class Planner(Values):
             if isinstance(placement, Parts) and tensor.dtype != tf.resource:
                 shape = tf.TensorShape([placement.width])
             if isinstance(placement, Shard) and shape.rank is not None:
-                shape = tf.TensorShape([None if i == placement.axis else d for i, d in enumerate(shape)])
+                own = placement.per_row if placement.rows == OF_LAYOUT else None
+                shape = tf.TensorShape([own if i == placement.axis else d for i, d in enumerate(shape)])
             local.shape = shape
         self.values[tensor.name] = Value(placement, local, **details)
 
@@ -413,6 +418,7 @@ class Planner(Values):
         inner = Planner(self.program, self.rows, self.local_replicas)
         inner.without_rule, inner._accesses, inner.traced_rows = self.without_rule, self._accesses, self.traced_rows
         inner.chosen, inner.beside, inner.parts_of_layouts = self.chosen, self.beside, self.parts_of_layouts
+        inner.of_model, inner.is_planned_again = self.of_model, self.is_planned_again
         for own, given in zip(graph.inputs, tensors, strict=True):
             self.hand_over(self, given, inner, own)
         return inner

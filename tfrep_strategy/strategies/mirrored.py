@@ -29,7 +29,7 @@ from tfrep_strategy.core.tf import (
 from tfrep_strategy.core.validation import MOST_PROCESSES, checked
 from tfrep_strategy.data.batches import concatenate, map_rows
 from tfrep_strategy.errors import ConfigurationError, check_count, message, shown, warn
-from tfrep_strategy.partitioner.between_replicas import WithinProcess
+from tfrep_strategy.partitioner.between_replicas import Groups, WithinProcess
 from tfrep_strategy.partitioner.emitter import Transport
 from tfrep_strategy.strategies import in_sync
 from tfrep_strategy.strategies.base import GradientAggregator, GradientTransformer, SynchronousStrategy
@@ -231,9 +231,20 @@ class _Extended(SynchronousExtended, MirroredExtended):
     def _all_replicas(self) -> LocalGroup:
         return LocalGroup(self.strategy, range(self.num_local_replicas))
 
-    @functools.cached_property
-    def transport(self) -> Transport:
-        return WithinProcess(self.logical_devices.of_replica, self._all_replicas.nccl, self.of_gradients)
+    def _new_transport(self) -> Transport:
+        transport = self._transport_of(range(self.num_local_replicas))
+        for axis, members in self.groups.items():
+            transport.groups[axis] = Groups(members, list(map(self._transport_of, members)))
+        return transport
+
+    def _transport_of(self, replicas: Sequence[int]) -> WithinProcess:
+        devices = [self.logical_devices.of_replica[replica] for replica in replicas]
+        return WithinProcess(devices, LocalGroup(self.strategy, replicas).nccl, self.of_gradients)
+
+    def in_groups(self, shards: Shards) -> Shards:
+        parts, size = shards.parts, self.model_size
+        groups = [map_rows(lambda *rows: concatenate(rows), *parts[first : first + size]) for first in range(0, len(parts), size)]
+        return shards._replace(parts=tuple(group for group in groups for _ in range(size)))
 
     def communicator_of(self, replica: int) -> Communicator:
         return self._all_replicas.communicator(replica)

@@ -394,7 +394,7 @@ class _Step:
             flat = [next(there) if is_tensor else x for x, is_tensor in zip(tf.nest.flatten(empty), places, strict=True)]
             args, kwargs = tf.nest.pack_sequence_as(empty, flat)
             alike = {id(x): is_alike for x, is_alike in zip(tensors, given.alike, strict=True) if isinstance(x, _READ)}
-            with shared_reading(replicas, check_read, alike, read):
+            with shared_reading(replicas // extended.model_size, check_read, alike, read):
                 return converted(*args, **kwargs)
 
         step: Callable[[Any], Any] = compiled_between_collectives(traced) if compiled else traced
@@ -439,7 +439,7 @@ class _Step:
             total = tf.shape(tensors[self._place])[0]
         rows = []
         for replica in range(first, first + extended.num_local_replicas):
-            start, stop = bounds(total, size, replica)
+            start, stop = bounds(total, size // extended.model_size, replica // extended.model_size)
             rows.append(OwnRows(*map(tf.convert_to_tensor, (start, stop - start, total, replica))))
         sums = tf.concat([_checksums(tensors), [self._checksum]], 0)
         return self._trace.run(rows, [[*tensors, sums]] * len(rows)).whole_results().results

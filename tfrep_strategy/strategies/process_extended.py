@@ -26,11 +26,12 @@ from tfrep_strategy.core.tf import (
 )
 from tfrep_strategy.data import distribution
 from tfrep_strategy.data.agreement import Agreement, Fingerprint, FirstBatch, difference
-from tfrep_strategy.data.batches import all_alike, as_tensors, num_examples, open_sizes, with_all_open, with_open_sizes
+from tfrep_strategy.data.batches import all_alike, as_tensors, map_rows, num_examples, open_sizes, with_all_open, with_open_sizes
 from tfrep_strategy.data.distribution import ReplicaDataset
 from tfrep_strategy.errors import ConfigurationError, DesyncError, message, warn
 from tfrep_strategy.partitioner.between_replicas import BetweenProcesses
 from tfrep_strategy.partitioner.emitter import Transport
+from tfrep_strategy.partitioner.second_axis import MODEL
 from tfrep_strategy.strategies import in_sync
 from tfrep_strategy.strategies.extended import SynchronousExtended, gathered, without_rows
 from tfrep_strategy.strategies.in_sync import check_order, own_random_operations, share_random_state
@@ -244,12 +245,24 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
     def bucket_bytes_for(self, tensors: Sequence[Any]) -> int:
         return self.strategy.bucket_bytes or self._communicator.bucket_bytes
 
-    @functools.cached_property
-    def transport(self) -> Transport:
-        return BetweenProcesses(self._communicator, self._device, self.of_gradients)
+    def _new_transport(self) -> Transport:
+        transport = self._between(self._communicator)
+        for axis, members in self.groups.items():
+            made = [self._communicator.subgroup(ranks) for ranks in members]
+            (own,) = (each for each in made if each is not None)
+            transport.groups[axis] = self._between(own)
+        return transport
+
+    def _between(self, communicator: Communicator) -> BetweenProcesses:
+        return BetweenProcesses(communicator, self._device, self.of_gradients)
+
+    def in_groups(self, shards: Shards) -> Shards:
+        group = self.transport.groups.get(MODEL, self.transport).communicator
+        return shards._replace(parts=(map_rows(lambda rows: gathered(rows, group), shards.parts[0]),))
 
     def rows_before(self, count: tf.Tensor) -> tf.Tensor:
-        return tf.reduce_sum(self._communicator.all_gather(count[tf.newaxis])[: self._communicator.rank])
+        of_groups = self._communicator.all_gather(count[tf.newaxis])[:: self.model_size]
+        return tf.reduce_sum(of_groups[: self._communicator.rank // self.model_size])
 
     def communicator_of(self, replica: int) -> Communicator:
         return self._communicator

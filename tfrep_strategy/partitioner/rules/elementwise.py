@@ -171,6 +171,11 @@ def _of_sums(plan: Planner, operation: Any) -> bool:
     if operation.type == "ZerosLike":
         plan.emit(operation, plan.locals(operation), REPLICATE)
         return True
+    if operation.type == "SelectV2" and inputs[0].shape.rank == 0 and isinstance(placements[0], Replicate):
+        if any(isinstance(placement, Shard) for placement in placements) or not all(_fits(x, operation) for x in inputs[1:]):
+            return False
+        plan.emit(operation, [plan.local(inputs[0]), *map(plan.partial, inputs[1:])], PARTIAL)
+        return True
     is_linear = len(summed) == 1 and summed[0] in _PRODUCTS.get(operation.type, ())
     if not is_linear or not _fits(inputs[summed[0]], operation):
         return False
