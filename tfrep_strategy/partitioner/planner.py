@@ -121,9 +121,8 @@ class Planner(Values):
             shape = tensor.shape
             if isinstance(placement, Parts) and tensor.dtype != tf.resource:
                 shape = tf.TensorShape([placement.width])
-            if isinstance(placement, Shard) and shape.rank is not None:
-                own = placement.per_row if placement.rows == OF_LAYOUT else None
-                shape = tf.TensorShape([own if i == placement.axis else d for i, d in enumerate(shape)])
+            if isinstance(placement, Shard):
+                shape = placement.local_shape(shape)
             local.shape = shape
         self.values[tensor.name] = Value(placement, local, **details)
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfrep_strategy.core.tf import operation_definition
 from tfrep_strategy.errors import CannotPartitionError, message
 from tfrep_strategy.partitioner import marks
+from tfrep_strategy.partitioner import sizes as by_value
 from tfrep_strategy.partitioner.placements import OF_LAYOUT, OWN, PARTIAL, REPLICATE, Own, Partial, Parts, Replicate, Rows, Shard
 from tfrep_strategy.partitioner.planner import MARKED, OF_OWN, Planner, always, rule
 from tfrep_strategy.partitioner.second_axis import MODEL, collective_of
@@ -36,14 +37,11 @@ def read(plan: Planner, operation: Any) -> None:
 @always
 def shape_of_variable(plan: Planner, operation: Any) -> None:
     """Returns the shape of a variable, which all its copies share."""
-    placement = plan.placement(operation.inputs[0])
-    if isinstance(placement, Shard):
-        (result,) = operation.outputs
-        plan.put(result, REPLICATE, plan.program.constant(plan.known_dims[operation.inputs[0].name], result.dtype))
-        return
-    if isinstance(placement, Parts):
-        (result,) = operation.outputs
-        plan.put(result, REPLICATE, plan.program.constant(placement.shape, result.dtype))
+    placement, (result,) = plan.placement(operation.inputs[0]), operation.outputs
+    if isinstance(placement, (Parts, Shard)):
+        shape = placement.shape if isinstance(placement, Parts) else plan.known_dims[operation.inputs[0].name]
+        plan.put(result, REPLICATE, plan.program.constant(shape, result.dtype))
+        plan.sizes[result.name] = by_value.array(list(shape))
         return
     plan.emit(operation, plan.locals(operation), REPLICATE)
 
