@@ -151,8 +151,8 @@ def test_model_parallel(axes: tuple[int, int], optimizer: str) -> None:
     set_distribution(_model_parallel(*axes))
     model, found = _fitted(optimizer)
     tf.nest.map_structure(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5), found, expected)
-    kernel = model.get_layer("into").kernel.value
-    assert [part.shape for part in kernel.values] == [(8, 16 // (axes[0] * axes[1]))] * (axes[0] * axes[1])
+    kernel, (batch, split) = model.get_layer("into").kernel.value, axes
+    assert [part.shape for part in kernel.values] == [(8 // batch, 16 // split)] * (batch * split)
     assert kernel.shape == (8, 16)
 
 
