@@ -400,7 +400,7 @@ class _Step:
         step: Callable[[Any], Any] = compiled_between_collectives(traced) if compiled else traced
         of_process = [x.dtype == tf.resource for x in _dense(given.tensors)]  # An iterator.
         shared = [
-            Given(Shard(0) if is_row else REPLICATE, is_shared, is_whole=True)
+            Given(Shard(0) if is_row else REPLICATE, is_shared=is_shared, is_whole=True)
             for is_row, is_shared in zip(given.are_rows, of_process, strict=True)
         ]
         specs = given.specs, tf.TensorSpec([len(shared) + 1], tf.int64)
