@@ -18,6 +18,7 @@ from keras import distribution
 from tfrep_strategy.cluster.environments import detect_environment
 from tfrep_strategy.cluster.environments.keras_distribution import ADDRESSES, RANK, SIZE, KerasDistributionEnvironment
 from tfrep_strategy.communicators.sharding import Along
+from tfrep_strategy.core.limits import verification
 from tfrep_strategy.errors import ConfigurationError, TfrepError, message, warn
 from tfrep_strategy.keras_integration.finding import driver_of
 
@@ -40,13 +41,21 @@ def list_devices(device_type: str | None = None) -> list[str]:
     """
     kind = (device_type or ("gpu" if tf.config.get_visible_devices("GPU") else "cpu")).lower()
     strategy = tf.distribute.get_strategy()
-    if driver_of(strategy) is not None:
+    if _stands_for() > 1:
+        count = _stands_for()
+    elif driver_of(strategy) is not None:
         count = strategy.num_replicas_in_sync
     elif (size := detect_environment().size) > 1:
         count = size
     else:
         count = len(tf.config.list_logical_devices(kind.upper()))
     return [f"{kind}:{i}" for i in range(count)]
+
+
+def _stands_for() -> int:
+    """Returns the number of replicas that `tfrep verify` compares this run of one device with; 0 otherwise."""
+    asked = verification()
+    return 0 if asked is None else asked.stands_for
 
 
 def get_device_count(device_type: str | None = None) -> int:
@@ -65,6 +74,8 @@ def initialize(job_addresses: str | None, num_processes: int | None, process_id:
     Raises:
         ConfigurationError: The arguments contradict each other, or the launcher.
     """
+    if _stands_for():
+        return
     found = detect_environment()
     if found.size == 1 and num_processes not in (None, 1):
         given = {ADDRESSES: job_addresses, SIZE: num_processes, RANK: process_id}
@@ -109,7 +120,7 @@ def enter(set_distribution: Any, value: Any) -> None:
     if _entered is not None:
         tf.distribute.experimental_set_strategy(None)
         _entered = None
-    if value is not None:
+    if value is not None and not _stands_for():
         devices = [str(each) for each in value.device_mesh.devices.flatten()]
         strategy = tf.distribute.get_strategy()
         if not tf.distribute.has_strategy() and (len(devices) > 1 or detect_environment().size > 1):

@@ -102,7 +102,8 @@ def _replace_collectives(program: Program, size: int) -> None:
             made[id(node)] = carrier
             carrier.control_inputs = [each.node for each in node.inputs[1:] if each.node is not None]
             carrier.outputs[0].shape = node.outputs[0].shape
-            node.outputs[0].name, node.outputs[0].node = carrier.outputs[0].name, carrier
+            carrier.outputs = node.outputs
+            node.outputs[0].name, node.outputs[0].node = f"{carrier.name}:output:0", carrier
         else:
             nodes.append(node)
     for node in nodes:

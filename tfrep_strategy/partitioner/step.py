@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,11 +57,13 @@ class Observed:
 
     Attributes:
         seen: The tensors, by name.
+        across: For a mesh of two axes: the placement, along the axis of the batch, of each observable tensor of a replica.
         own: The names of tensors whose value differs between replicas, and that one device does not have.
         calls: The graphs of called functions and their observable tensors, by the names of the calling operations.
     """
 
     seen: dict[str, Seen] = dataclasses.field(default_factory=dict)
+    across: list[Placement] = dataclasses.field(default_factory=list)
     own: set[str] = dataclasses.field(default_factory=set)
     calls: dict[str, tuple[Any, Observed]] = dataclasses.field(default_factory=dict)
 
@@ -105,6 +107,46 @@ def observe(plan: Any, program: Program) -> tuple[Observed, list[Tensor]]:
         return found
 
     return of(plan), tensors
+
+
+def observe_mesh(plan: Any, again: Any, program: Program) -> tuple[Observed, list[Tensor]]:
+    """Finds the traced tensors that a program along both axes of a mesh computes anyway.
+
+    Args:
+        plan: The `Planner` of the trace, along the axis of the model.
+        again: The `Planner` of the graph that followed from it.
+        program: The program of the second, pruned.
+
+    Returns:
+        The observable tensors, with their placements along the axis of the model, and the tensors to return for them.
+    """
+    one, tensors = observe(again, program)
+    found = Observed()
+    indices: dict[tuple[int, Placement], int] = {}
+    returned: list[Tensor] = []
+
+    def place_of(seen: Seen) -> int:
+        key = seen.local, seen.placement
+        if key not in indices:
+            indices[key] = len(returned)
+            returned.append(tensors[seen.local])
+            found.across.append(seen.placement)
+        return indices[key]
+
+    def of(plan: Any, into: Observed) -> Observed:
+        into.calls = {name: (graph, of(inner, Observed())) for name, (graph, inner) in plan.called.items()}
+        for name, value in plan.values.items():
+            node = value.local.node
+            if node is None or not isinstance(value.placement, (Replicate, Shard, Partial)):
+                continue
+            again_name = f"{node.name}:{_place(value.local)}"
+            if again_name in one.own:
+                into.own.add(name)
+            elif (seen := one.seen.get(again_name)) is not None:
+                into.seen[name] = Seen(value.placement, place_of(seen), None)
+        return into
+
+    return of(plan, found), returned
 
 
 def returning(program: Program, more: Sequence[Tensor]) -> Program:
@@ -182,7 +224,7 @@ def _lines(program: Program, inside: str = "") -> Iterator[_Line]:
 
 def _place(tensor: Any) -> int:
     """Returns the index of a tensor among the outputs of its node. Its name depends on all nodes of the process."""
-    return next(place for place, each in enumerate(tensor.node.outputs) if each is tensor)
+    return next(place for place, each in enumerate(tensor.node.outputs) if each.name == tensor.name)
 
 
 def _attributes(node: Any) -> str:
@@ -266,7 +308,10 @@ class PartitionedStep:
         self.without_rule: dict[str, Any] = {}
         if model_size > 1:
             again, whole_rows = self._parts > 1, list(map(_of_model, graph.inputs, given))
-            plan = _planned(graph, whole_rows, 1 if again else local_replicas, model_size, of_model=True, is_planned_again=again)
+            of_model = _planned(
+                graph, whole_rows, 1 if again else local_replicas, model_size, of_model=True, is_planned_again=again
+            )
+            plan = of_model
             if again:
                 graph, given = self._along_batch(plan, given)
         if self._parts > 1 or model_size == 1:
@@ -291,7 +336,9 @@ class PartitionedStep:
         prune(program)
         if self._of_model is not None:
             self._name_origins()
-        self.observed, seen = observe(plan, program) if is_observed else (Observed(), [])
+        self.observed, seen = Observed(), list[Tensor]()
+        if is_observed:
+            self.observed, seen = observe(plan, program) if self._of_model is None else observe_mesh(of_model, plan, program)
         self._emitter = Emitter(returning(program, seen), compiled)
         self._without_batch: Emitter | None = None
 
@@ -299,6 +346,22 @@ class PartitionedStep:
     def asks_for_start(self) -> bool:
         """Whether a replica needs to know the start of its rows."""
         return self._emitter.needs(self.program.arguments[0])
+
+    def joined_rows(self, replicas: Sequence[Sequence[Any]], joined: Callable[[Placement, Sequence[Any]], Any]) -> list[list[Any]]:
+        """Joins the observable tensors of replicas that have different rows of the batch.
+
+        Args:
+            replicas: The observable tensors of each replica.
+            joined: Returns the whole of a tensor, given its placement and the tensor of each replica.
+
+        Returns:
+            The observable tensors along the axis of a mesh whose replicas have the same rows; all of them if it has one axis.
+        """
+        if self._of_model is None:
+            return [list(own) for own in replicas]
+        size = self._model_size
+        across = list(enumerate(self.observed.across))
+        return [[joined(placement, [own[i] for own in replicas[place::size]]) for i, placement in across] for place in range(size)]
 
     def named_in(self, text: str) -> list[Any]:
         """Returns the traced operations of the nodes that a TensorFlow error names."""

@@ -379,7 +379,8 @@ class Watch:
             )
             for i, each in enumerate(self._variables)
         }
-        finding = self._verified.first_difference([seen for _, seen, _ in replicas], held)
+        seen = self._step.joined_rows([seen for _, seen, _ in replicas], joined)
+        finding = self._verified.first_difference(seen, held)
         verified = self._verified
         record = {
             "step": self._number,
