@@ -216,6 +216,53 @@ def test_a_custom_loop(axes: tuple[int, int]) -> None:
     np.testing.assert_allclose(_loop(), expected, rtol=1e-5)
 
 
+_ON_A_MESH = """
+import os
+import keras
+import numpy as np
+from keras_integration.test_distribution import _fitted, _model_parallel
+
+keras.distribution.initialize()
+keras.distribution.set_distribution(_model_parallel(2, 2))
+model, found = _fitted("adam, clipped")
+print([part.shape.as_list() for part in model.get_layer("into").kernel.value.values])
+np.savez(f"found{os.getpid()}.npz", *found["loss"], *found["weights"], found["predicted"])
+"""
+
+
+@pytest.mark.lane("sharded_training")
+@pytest.mark.parametrize("transport", ["shared_memory", "tf", "horovod"])
+def test_a_mesh_of_processes(transport: str, tmp_path: Path) -> None:
+    _, expected = _fitted("adam, clipped")
+    script = tmp_path / "script.py"
+    script.write_text(_ON_A_MESH)
+    command = [sys.executable, "-m", "tfrep_strategy.cli", "run", "-n", "4", "--communicator", transport, str(script)]
+    environ = inherited_environ() | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=2 * _LIMIT, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "[[4, 8]]" in run.stdout
+    right = [*expected["loss"], *expected["weights"], expected["predicted"]]
+    files = list(tmp_path.glob("*.npz"))
+    assert len(files) == 4
+    for file in files:
+        with np.load(file) as found:
+            for value, wanted in zip(found.values(), right, strict=True):
+                np.testing.assert_allclose(value, wanted, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.lane("quick")
+def test_a_mesh_whose_rows_are_shared_by_all() -> None:
+    """Groups of replicas that have the same rows are consecutive, and no replica has a part of the optimizer's state alone."""
+    second = ModelParallel(layout_map=LayoutMap(DeviceMesh((2, 2), ["model", "batch"])), batch_dim_name="batch")
+    with pytest.warns(UserWarning, match="(?s)'model': 2, 'batch': 2.*name the axis of the batch first"):
+        set_distribution(second)
+    set_distribution(None)
+    with tfrep.MirroredStrategy(shard_optimizer_state=True).scope():
+        with pytest.warns(UserWarning, match="leave out shard_optimizer_state"):
+            set_distribution(_model_parallel(2, 2))
+        set_distribution(None)
+
+
 @pytest.mark.lane("quick")
 def test_layouts_that_do_not_fit() -> None:
     mesh = DeviceMesh((1, 4), ["batch", "model"])
