@@ -141,7 +141,7 @@ class Estimator:
         config = config or RunConfig()
         if model_dir is not None and config.model_dir is not None and os.fspath(model_dir) != os.fspath(config.model_dir):
             raise ConfigurationError(
-                message("Two folders are given.", hint="leave out one.", model_dir=model_dir, config=config.model_dir)
+                message("Two model folders are given.", hint="leave out one.", model_dir=model_dir, config=config.model_dir)
             )
         folder = model_dir or config.model_dir
         if folder is None:
@@ -338,7 +338,7 @@ class Estimator:
         if serving_input_receiver_fn is not None:
             raise ConfigurationError(
                 message(
-                    "A Keras model knows its inputs, and there are no placeholders.",
+                    "The inputs of an export are those of the Keras model.",
                     hint="leave it out. Parse and prepare inputs in layers of the model.",
                     serving_input_receiver_fn=serving_input_receiver_fn,
                 )
