@@ -51,7 +51,7 @@ _IMPATIENT = (signal.SIGINT, signal.SIGKILL)
 
 @dataclass(frozen=True)
 class Command:
-    """What one rank runs.
+    """The command of one rank.
 
     Attributes:
         arguments: The command line.

@@ -216,7 +216,7 @@ _HOST = r"[\w.-]+:[1-9][0-9]{0,4}"
 
 @dataclass(frozen=True)
 class Options:
-    """What kind of run is wanted.
+    """The options of a run.
 
     Args:
         num_replicas: How many replicas take part. Default: as many as `hosts` has places, else all GPUs of this machine, else one.

@@ -416,7 +416,7 @@ def _named(model: Any, outputs: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TrainSpec:
-    """What `train_and_evaluate` trains.
+    """The training of `train_and_evaluate`.
 
     Attributes:
         input_fn: See `Estimator.train`.
@@ -431,7 +431,7 @@ class TrainSpec:
 
 @dataclass(frozen=True)
 class EvalSpec:
-    """What `train_and_evaluate` evaluates.
+    """The evaluation of `train_and_evaluate`.
 
     Attributes:
         input_fn: See `Estimator.evaluate`.

@@ -1,4 +1,4 @@
-"""What an estimator does between two steps of `fit`, and of `evaluate`.
+"""The work of an estimator between two steps of `fit`, and of `evaluate`.
 
 Summaries for TensorBoard, which the chief writes.
 
