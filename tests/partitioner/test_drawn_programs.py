@@ -52,7 +52,7 @@ def test_a_drawn_program(seed: int) -> None:
     expected = _outcome(program)
     for replicas in (2, 3):
         with tfrep.MirroredStrategy([f"CPU:{i}" for i in range(replicas)]).scope(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "(?s).*no rule for rows")
+            warnings.filterwarnings("ignore", "(?s).*cannot be split among replicas")
             found = _outcome(program)
         _check(expected, found, f"TFREP_DRAWN_SEED={seed} TFREP_DRAWN=1, {replicas} replicas", program)
 
@@ -94,6 +94,6 @@ def test_drawn_layouts(seed: int, axes: tuple[int, int]) -> None:
     program = drawn(seed)
     expected = _outcome(program)
     with _DrawnLayouts(axes, seed).scope(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "(?s).*no rule for rows")
+        warnings.filterwarnings("ignore", "(?s).*cannot be split among replicas")
         found = _outcome(program)
     _check(expected, found, f"TFREP_DRAWN_SEED={seed} TFREP_DRAWN=1, layouts, mesh {axes}", program)

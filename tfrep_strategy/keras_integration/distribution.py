@@ -91,7 +91,7 @@ def initialize(job_addresses: str | None, num_processes: int | None, process_id:
     if asked != (found.size, found.rank):
         raise ConfigurationError(
             message(
-                "The launcher has started another number of processes, or has given this one another number.",
+                "The arguments contradict the launcher, which has given this process another rank or world size.",
                 hint="call keras.distribution.initialize() without arguments under a launcher.",
                 num_processes=num_processes,
                 process_id=process_id,
@@ -130,8 +130,8 @@ def enter(set_distribution: Any, value: Any) -> None:
         if strategy.num_replicas_in_sync != len(devices):
             raise ConfigurationError(
                 message(
-                    "A mesh has one device for each replica.",
-                    hint="make the mesh of keras.distribution.list_devices().",
+                    "The mesh must have one device for each replica.",
+                    hint="make the mesh from keras.distribution.list_devices().",
                     devices=devices,
                     replicas=strategy.num_replicas_in_sync,
                 )
@@ -204,7 +204,7 @@ def cut_of_layout(variable: Any, value: Any, replicas: int, model_size: int) -> 
         if shape[axis] % sizes[layout.axes[axis]]:
             raise ConfigurationError(
                 message(
-                    "The devices along an axis of the mesh do not divide the axis of a variable.",
+                    "The size of a variable's axis is not a multiple of the number of devices along its axis of the mesh.",
                     hint="split another axis, change its size, or leave the variable out of the layout map.",
                     variable=variable.path,
                     shape=shape,
@@ -247,7 +247,7 @@ def check_layouts(model: Any) -> None:
         raise ConfigurationError(
             message(
                 "No pattern of the layout map matches a variable of the model.",
-                hint="print(v.path) for v in model.variables; a pattern has to match the whole path.",
+                hint="a pattern must match a whole path: print([v.path for v in model.variables]).",
                 patterns=unused,
             )
         )

@@ -107,7 +107,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Nodes:
-    """What the launchers of a run have told each other.
+    """The facts that the launchers of a run have told each other.
 
     Args:
         own: This machine.

@@ -216,7 +216,7 @@ _HOST = r"[\w.-]+:[1-9][0-9]{0,4}"
 
 @dataclass(frozen=True)
 class Options:
-    """What kind of run is wanted.
+    """The options of a run.
 
     Args:
         num_replicas: How many replicas take part. Default: as many as `hosts` has places, else all GPUs of this machine, else one.
@@ -434,7 +434,6 @@ def run_to_end(
             told = happenings.Events(file)
             if this.number == 0:
                 remove_logs([*own_logs.values(), *filter(None, [file]), *log_dir.glob(flights.FLIGHTS), log_dir / flights.FILE])
-            told.tell("restart" if this.number else "start", number=this.number, ranks=list(ranks))
             of_first = {happenings.VARIABLE: str(file)} if file else {}
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             more_environ["PYTHONHASHSEED"] = this.nodes.hash_seed if this.nodes else own_seed
@@ -455,6 +454,7 @@ def run_to_end(
                     patience=patience if has_peers or options.is_backed_up else None,
                     grace=grace,
                     temporary=[note_dir],
+                    on_start=functools.partial(_tell_start, told, this.number, list(ranks)),
                 )
             if this.failure is not None:
                 told.tell("loss", rank=this.failure.rank, exit_code=this.failure.exit_code)
@@ -469,6 +469,10 @@ def run_to_end(
                 happenings.say(happenings.how_it_went(log_dir / happenings.FILE, time.monotonic() - begun))
         if last and failure is not None:
             raise RunFailed(last.story, failure, log_dir)
+
+
+def _tell_start(told: happenings.Events, number: int, ranks: list[int], pids: list[int]) -> None:
+    told.tell("restart" if number else "start", number=number, ranks=ranks, pids=pids)
 
 
 def _what_runs(options: Options, this: Round, transport: str, log_dir: Path) -> str:

@@ -32,7 +32,7 @@ few of these are close. Steps are compared more closely, and so are the metrics 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What was found.
+    """The result of a comparison.
 
     Attributes:
         exit_code: 0 if nothing differs, 1 if something does, 2 if there is nothing to compare, or that of a run that has failed.

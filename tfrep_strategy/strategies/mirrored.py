@@ -70,7 +70,7 @@ def use_logical_cpus(n: int) -> list[str]:
             raise ConfigurationError(
                 message(
                     f"TensorFlow is already initialized, with {present} logical CPU(s).",
-                    hint="call use_logical_cpus before TensorFlow is used.",
+                    hint="call use_logical_cpus before TensorFlow is used; in a notebook, restart the kernel first.",
                     code="TFREP-E004",
                     n=n,
                 )
@@ -170,7 +170,7 @@ class MirroredStrategy(SynchronousStrategy):
         if shard_optimizer_state and self.devices_per_replica > 1:
             raise ConfigurationError(
                 message(
-                    "The optimizer's state can be sharded over replicas of one device each only.",
+                    "The optimizer's state can be sharded only if each replica has one device.",
                     hint="leave out devices_per_replica, or shard_optimizer_state.",
                     shard_optimizer_state=shard_optimizer_state,
                     devices_per_replica=devices_per_replica,

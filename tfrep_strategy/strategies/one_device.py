@@ -222,8 +222,8 @@ def _outside_of_trace(value: Any) -> Any:
     if known is None:
         raise ConfigurationError(
             message(
-                "A variable that is made in a step cannot begin with a value that the step computes.",
-                hint="begin with a constant, and assign the value.",
+                "The initial value of a variable that a step makes cannot be computed by the step.",
+                hint="use a constant as initial value, then assign the computed value.",
                 initial_value=value,
             )
         )

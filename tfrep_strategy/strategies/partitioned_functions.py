@@ -171,7 +171,7 @@ def partition(function: Callable[..., Any]) -> PartitionedFunction:
         (3.5, 28.0)
     """
     if not callable(function):
-        raise ConfigurationError(message("Only functions can be partitioned.", hint="pass one.", function=function))
+        raise ConfigurationError(message("Only a function can be partitioned.", hint="pass the training step.", function=function))
     return function if isinstance(function, PartitionedFunction) else PartitionedFunction(function)
 
 
@@ -267,7 +267,7 @@ class PartitionedFunction:
                 self._note_call(extended, given)
             if len(set(extended.all_gather_object(fingerprint.digest))) > 1:
                 warn(
-                    f"Ranks call {name} with other arguments, so each of them computes for its own.\n"
+                    f"Ranks call {name} with different arguments, so each rank computes all of it for its own arguments.\n"
                     "Hint: give all ranks the same batches, so that they share the work; or set partition_functions=False."
                 )
                 return _NotShared(["Each process computes all of it, since ranks have called it with other arguments."])
@@ -407,7 +407,7 @@ class _Step:
         try:
             self._trace = OneDeviceTrace(strategy, step, specs, [*shared, Given()])
         except CannotPartitionError as error:
-            warn(f"Each process computes all of {name}: that is right, but no faster than one device.\n{error}")
+            warn(f"Each process computes all of {name}. This is correct, but no faster than one device.\n{error}")
             self._trace = OneDeviceTrace(strategy, step, specs, [Given()] * (len(shared) + 1))
         self._checksum = tf.constant(zlib.crc32(name.encode()), tf.int64)
         self._name, self._place = name, given.are_rows.index(True) if True in given.are_rows else None

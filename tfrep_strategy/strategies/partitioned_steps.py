@@ -77,7 +77,7 @@ class PartitionedSteps:
         extended, batch = self._strategy.extended, self._whole(shards)
         if "eager" not in self._reported:
             self._reported.add("eager")
-            warn("Steps run eagerly: each process computes the whole batch. That is right, but no faster than one device.")
+            warn("Steps run eagerly: each process computes the whole batch. This is correct, but no faster than one device.")
         with _as_one_device(extended), one_replica(self._strategy, is_traced=False):
             results = fn(batch)
         if not self._keeps_rows:
@@ -103,7 +103,7 @@ class PartitionedSteps:
             try:
                 self._traced[key] = self._trace(fn, shards.parts[0], total, [*map(_given_for, leaves, wholes)])
             except CannotPartitionError as error:
-                warn(f"Each replica computes all rows of a step: that is right, but no faster than one device.\n{error}")
+                warn(f"Each replica computes all rows of a step. This is correct, but no faster than one device.\n{error}")
                 self._traced[key] = None
             self._compare(key)
             self._tell_of(self._traced[key], total)
@@ -235,8 +235,8 @@ class PartitionedSteps:
         if new:
             warn(
                 message(
-                    "Operations of a step have no rule for rows that several replicas have. So each replica computes them for"
-                    " all rows: that is right, but no faster than one device.",
+                    "Operations of a step cannot be split among replicas, so each replica computes them for all rows. This is"
+                    " correct, but no faster than one device.",
                     hint="use such operations as late in a step as you can. See docs/exactness.md.",
                     code="TFREP-E023",
                     operations=new,

@@ -65,8 +65,11 @@ def shortest(sizes: Sequence[int]) -> int:
         return sizes[0]
     ranks = [rank for rank, size in enumerate(sizes) if size == min(known)]
     warn(
-        f"The data of rank {ranks} ends after {min(known)} batches, before that of the other ranks, so an epoch ends"
-        f" there for all. Received: batches={sizes}",
+        message(
+            f"Ranks {ranks} have fewer batches than the others, so an epoch of all ranks ends after {min(known)} batches.",
+            hint="give all ranks the same number of batches.",
+            batches=sizes,
+        )
     )
     return min(known)
 
@@ -147,8 +150,8 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
         if synchronization not in _SYNCHRONIZATIONS or aggregation not in list(tf.VariableAggregation):
             raise ConfigurationError(
                 message(
-                    "A variable that replicas cannot keep.",
-                    hint="synchronization is AUTO, ON_WRITE or ON_READ, aggregation a tf.VariableAggregation.",
+                    "Replicas cannot keep a variable with this synchronization and aggregation.",
+                    hint="use AUTO, ON_WRITE or ON_READ, and a tf.VariableAggregation.",
                     name=variable.name,
                     synchronization=synchronization,
                     aggregation=aggregation,
@@ -344,9 +347,9 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
         if len(set(of_all)) > 1:
             raise DesyncError(
                 message(
-                    "The ranks make different weights.",
+                    "Ranks make different variables.",
                     hint="make the same variables in the same order on all ranks.",
-                    code="TFREP-E022",
+                    code="TFREP-E021",
                     weights=of_all,
                 )
             )

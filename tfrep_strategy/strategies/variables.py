@@ -417,8 +417,8 @@ class PartVariable(ReplicaVariable):
             if self.held is None:
                 raise ConfigurationError(
                     message(
-                        "A process alone cannot read a variable that is sharded.",
-                        hint="read it where all processes do.",
+                        "One rank alone cannot read a sharded variable.",
+                        hint="read it on all ranks.",
                         variable=self.name,
                     )
                 )
@@ -473,7 +473,7 @@ class ShardedWeight(PartVariable):
         if not self._stands_in:
             raise ConfigurationError(
                 message(
-                    "The gradient of a sharded weight is wanted outside a step that replicas share.",
+                    "The gradient of a sharded weight can be computed only in a step that replicas share.",
                     hint="compute it in a @tf.function that trains and is called in the scope, or leave out shard_weights.",
                     variable=self.name,
                 )
@@ -527,7 +527,7 @@ class ShardedWeight(PartVariable):
             return self._primary
         raise ConfigurationError(
             message(
-                "A function under strategy.run cannot read or assign a weight that is sharded.",
+                "A function under strategy.run cannot read or assign a sharded weight.",
                 hint="train with fit or a @tf.function that is called in the scope, without strategy.run.",
                 variable=self.name,
             )

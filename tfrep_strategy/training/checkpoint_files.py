@@ -244,8 +244,8 @@ class Write:
 
     def _raise(self) -> None:
         if self._error is not None:
-            text = "A checkpoint was not written. Older ones are as they were."
-            hint = "look whether the disk is full, and whether all ranks see the folder."
+            text = "A checkpoint was not written. Older checkpoints are unchanged."
+            hint = "find out whether the disk is full, and whether all ranks see the folder."
             raise OSError(message(text, hint, folder=self._folder, rank=self._rank, error=str(self._error))) from self._error
 
     def _run(self) -> None:
@@ -314,7 +314,7 @@ class Index:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise self._damaged(f"{_INDEX}: {error!r}") from error
         if version != _FORMAT:
-            hint = "read it with the version of this package that has written it."
+            hint = "read it with the version of this package that wrote it."
             raise ConfigurationError(
                 message("The checkpoint has a format of another version.", hint, folder=folder, format=version)
             )
@@ -390,4 +390,4 @@ class Index:
 
     def _damaged(self, found: str) -> OSError:
         hint = "put its files back, or remove its folder: then the checkpoint before it is used."
-        return OSError(message("A checkpoint is damaged. The model is as it was.", hint, folder=self._folder, found=found))
+        return OSError(message("A checkpoint is damaged. The model is unchanged.", hint, folder=self._folder, found=found))

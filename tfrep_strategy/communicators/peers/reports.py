@@ -107,7 +107,7 @@ _HangLines = Annotated[list[Annotated[str, Field(max_length=LONGEST_LINE)]], Fie
 
 
 class State(NamedTuple):
-    """What a rank tells the hub from time to time.
+    """The state of a rank, which it tells the hub from time to time.
 
     Attributes:
         busy: Seconds that it has been in a call; None if it is in none.
