@@ -574,6 +574,30 @@ CASES = {
         [row, row],
         [[S(), S()], [P, P], [P, R], [R, P], [S(), P], [P, S()]],
     ),
+    "FakeQuantWithMinMaxVars FakeQuantWithMinMaxVarsGradient": Case(
+        lambda x, low, high: [
+            *_gradients(_quantized, x, -tf.abs(low), tf.abs(high)),
+            *_gradients(_quantized, tf.transpose(x), -tf.abs(low), tf.abs(high)),
+        ],
+        [row, (), ()],
+        [[S(), R, R], [P, R, R], [S(), P, R], [R, P, R]],
+        [np.float32] * 3,
+    ),
+    "FakeQuantWithMinMaxVarsPerChannel FakeQuantWithMinMaxVarsPerChannelGradient": Case(
+        lambda x, low, high: [
+            *_gradients(_quantized_by_channel, x, -tf.abs(low), tf.abs(high)),
+            *_gradients(_quantized_by_channel, x[:, None], -tf.abs(low), tf.abs(high)),
+        ],
+        [row, (3,), (3,)],
+        [[S(), R, R], [P, R, R], [S(), R, P], [R, R, P]],
+        [np.float32] * 3,
+    ),
+    "FakeQuantWithMinMaxVarsPerChannel of columns": Case(
+        lambda x, low, high: _quantized_by_channel(tf.transpose(x), x[:, 0] - tf.abs(low[0]), x[:, 0] + tf.abs(high[0])),
+        [row, (3,), (3,)],
+        [[S(), R, R]],
+        [np.float32] * 3,
+    ),
     "Select": Case(
         lambda x, y: [
             raw.Select(condition=x > 0, x=x, y=y),
@@ -620,6 +644,10 @@ def _scattered_into(tensor: Any, indices: Any, updates: Any) -> list[Any]:
     given = {"tensor": tensor, "indices": indices, "updates": updates}
     kinds = raw.TensorScatterAdd, raw.TensorScatterSub, raw.TensorScatterMax, raw.TensorScatterMin, raw.TensorScatterUpdate
     return [scatter(**given) for scatter in kinds]
+
+
+_quantized = tf.quantization.fake_quant_with_min_max_vars
+_quantized_by_channel = tf.quantization.fake_quant_with_min_max_vars_per_channel
 
 
 def _gradients(function: Callable[..., Any], *inputs: tf.Tensor) -> list[Any]:
