@@ -32,7 +32,7 @@ _HEAD = """\
 A step is traced as the step of one device. Each operation of it has a type, and replicas share its work if there is a rule for
 that type ([how](architecture.md#a-step-of-one-device)). This page lists the types that Keras {keras} emits with
 TensorFlow {tensorflow}: its operations, layers, losses, metrics, optimizers and quantizers, with their gradients. It lists the
-other types that have a rule, too. `tests/partitioner/operations_page.py` writes it.
+other types that have a rule, too; a type that is not listed has none. `tests/partitioner/operations_page.py` writes it.
 
 * **rule**: each replica computes its rows. Some rules send something small, such as a maximum.
 * **on purpose**: every replica computes all rows, for the reason that stands there. A warning names the operation.
