@@ -347,6 +347,14 @@ def test_ranks_meet_to_get_addresses(kind, tmp_path):
     assert first["hosts"] == ["127.0.0.1"] * 2
 
 
+def test_the_page_names_every_environment_and_its_variables():
+    page = (Path(__file__).parents[3] / "docs" / "environment.md").read_text("utf-8")
+    for kind in (each for each in _environments if each.__module__.startswith("tfrep_strategy.")):
+        missing = [name for name in kind.variables if f"`{name.replace('MV2_', 'OMPI_')}`" not in page]  # It says "the same".
+        missing += [] if f"| {kind.name} |" in page else [kind.name]
+        assert not missing, f"add {kind.name} and its variables to docs/environment.md"
+
+
 NODES = [
     ("n1", ["n1"]),
     ("node[01-03,07]", ["node01", "node02", "node03", "node07"]),
