@@ -249,11 +249,6 @@ class ModelPatches:
         "(self, filepath, format='tf_saved_model', verbose=None, input_signature=None, **kwargs)",
         why="the same", driver=driver_of_model,
     )
-    summary = patch(
-        "models.model:Model.summary",
-        "(self, line_length=None, positions=None, print_fn=None, expand_nested=False, show_trainable=False, layer_range=None)",
-        why="rank 0 prints it; a function of the caller gets it on every rank", driver=driver_of_model,
-    )
     open_hdf5 = patch(
         "saving.saving_lib:H5IOStore._get_h5_file", "(self, path_or_io, mode=None)",
         why="a full disk raises an error; HDF5 would end Python", does=whole_files.open_of_store,

@@ -60,12 +60,6 @@ class Saving(ModelFiles, SynchronousBase):
             if writes:
                 super().export(original, model, filepath, *args, **kwargs)
 
-    def summary(self, original: Any, model: Any, line_length: Any = None, positions: Any = None, print_fn: Any = None,
-                *args: Any, **kwargs: Any) -> None:  # fmt: skip
-        """Prints on rank 0. A function of the caller, such as one that fills a string, gets the lines on every rank."""
-        if print_fn is not None or self.strategy.extended.is_chief:
-            original(model, line_length, positions, print_fn, *args, **kwargs)
-
 
 @contextlib.contextmanager
 def failing_together(strategy: KerasStrategy) -> Iterator[None]:
