@@ -43,6 +43,8 @@ SAME_BITS.update((*_SAME, *_LINEAR, *_UNARY, *_BINARY, "Cast"))
 _OF_ONE_SHAPE = ("AddN", "ApproximateEqual", *(kind for kind in _BINARY if kind.endswith("Grad")))
 """Operations whose operands are not broadcast."""
 
+_QUANTIZED = [f"FakeQuantWithMinMaxVars{kind}" for kind in ("", "Gradient", "PerChannel", "PerChannelGradient")]
+
 _SUMS = ("Add", "AddV2", "AddN", "Sub")
 
 _PRODUCTS = {
@@ -127,6 +129,26 @@ def select(plan: Planner, operation: Any) -> None:
         return
     own = plan.sharded(condition, shard) if rank > shard.axis else plan.replicated(condition)
     plan.emit(operation, [own, *(plan.sharded(x, shard) for x in chosen)], shard)
+
+
+@rule(*_QUANTIZED)
+def quantized(plan: Planner, operation: Any) -> None:
+    """Plans a quantization in a range for all elements, or in one for each index of the last axis, and its gradients.
+
+    The gradients of a range are sums over elements.
+    """
+    is_gradient = operation.type.endswith("Gradient")
+    *tensors, low, high = operation.inputs
+    for x in tensors:
+        if isinstance(plan.placement(x), Partial):
+            plan.replicated(x)
+    aligned, rank = aligned_rows(plan, tensors, have_one_shape=True), plan.rank(tensors[0])
+    if aligned is None or (aligned[0].axis + 1 == rank and "PerChannel" in operation.type):
+        plan.replicate(operation)
+        return
+    shard, local = aligned
+    inputs = [*local, plan.replicated(low), plan.replicated(high)]
+    plan.emit(operation, inputs, *([shard, PARTIAL, PARTIAL] if is_gradient else [shard]))
 
 
 def _note_dims(plan: Planner, operation: Any) -> None:
