@@ -89,6 +89,61 @@ def test_all_hear_how_a_rank_ended() -> None:
         assert receive(first) == ("ended", [(2, True, None)])
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [
+        pytest.param(odd, id=odd.partition(b"\n")[0].decode() + f"-{number}")
+        for number, odd in enumerate(
+            [
+                b"rank\n[1]",
+                b"rank\n[7]",
+                b"7",
+                b"report\n[[7, 0, [], true, false]]",
+                b'report\n[[{"start": "0", "stop": 2}, 0, ["barrier", "", [], "a.py:1"], true, false]]',
+                b'report\n[[{"start": -1000000000000, "stop": 2}, 0, ["barrier", "", [], "a.py:1"], true, false]]',
+                b'report\n[[[[0], [1]], 0, ["barrier", "", [], "a.py:1"], true, false]]',
+                b'report\n[[[1, 2], [0, "here", 1], ["barrier", "", [], "a.py:1"], true, true]]',
+                b'program lines\n["step", []]',
+                b'called\n["call 1", ["f"]]',
+                b"ended\n[false, null]",
+            ]
+        )
+    ],
+)
+@pytest.mark.lane("quick")
+def test_whatever_a_rank_says_the_others_are_served(odd: bytes) -> None:
+    with star(3) as (first, second, third):
+        second.send_written(odd)
+        second.send("ended", False, None)
+        third.send("ended", False, "ValueError: boom")
+        ended = receive(first)[1]
+        while len(ended) < 2:
+            ended += receive(first)[1]
+        assert [2, False, "ValueError: boom"] in [list(each) for each in ended]
+        assert sorted(rank for rank, *_ in ended) == [1, 2]
+
+
+@pytest.mark.lane("quick")
+def test_no_one_else_is_taken_for_a_rank() -> None:
+    hub = Hub(2, True, 20.0)
+
+    def come(*first: Any) -> Channel:
+        channel = connect(["127.0.0.1"], hub.port, hub.key, TO_RANKS, *first)
+        assert channel is not None
+        return channel
+
+    with come("rank", 0) as first:
+        for odd in (("rank", 0), ("rank", 2), ("rank", -1), ("state", None, 0.0), ("late", True)):
+            with come(*odd) as other, pytest.raises((EOFError, ConnectionResetError)):
+                other.receive()
+        with come("rank", 1) as second:
+            second.send("ended", False, None)
+            assert receive(first) == ("ended", [(1, False, None)])
+        first.send("ended", False, None)
+        hub.join()
+    assert not hub._thread.is_alive()
+
+
 def test_all_hear_that_the_first_rank_ended() -> None:
     with star(2) as (first, second):
         first.send("ended", False, None)

@@ -21,7 +21,16 @@ from typing import Any
 
 from tfrep_strategy.cluster.rendezvous.channel import Channel, Schema, speaking
 from tfrep_strategy.cluster.rendezvous.connections import LOOPBACK, is_loopback
-from tfrep_strategy.cluster.rendezvous.introductions import Guest, Place, Reception, Statement, differing, listen_at, unusable
+from tfrep_strategy.cluster.rendezvous.introductions import (
+    STATEMENT,
+    Guest,
+    Place,
+    Reception,
+    Statement,
+    differing,
+    listen_at,
+    unusable,
+)
 from tfrep_strategy.cluster.rendezvous.meeting import LINE_SECONDS, Met, Refusal, given_up
 from tfrep_strategy.core.limits import machine_silence
 from tfrep_strategy.errors import message
@@ -175,7 +184,6 @@ class RoundStart:
 
 _TO_ASSEMBLY = Schema(
     {
-        "statement": tuple[Statement],
         "ready": tuple[dict[str, Any]],
         "report": tuple[RoundReport],
         "leave": tuple[int],
@@ -254,7 +262,7 @@ class Assembly:
             server, _ = listen_at(place)
         except OSError as error:
             raise unusable(place, error) from error
-        self._reception = Reception(server, key, _GREETING_SECONDS, _TO_ASSEMBLY)
+        self._reception = Reception(server, key, _GREETING_SECONDS, STATEMENT, _TO_ASSEMBLY)
         self._members: list[_Member] = []
         self._round: list[_Member] = []
         self._number = -1
@@ -349,10 +357,14 @@ class Assembly:
         """Returns why a process cannot take part. The others continue."""
         own, noun = self._own.statement, self._place.noun
         same = [each.statement.who for each in self._members if new.number == each.statement.number != ANY]
-        alike, new_alike = own.versions | own.told["alike"], new.versions | new.told.get("alike", {})
+        alike, theirs = own.versions | own.told["alike"], new.told.get("alike")
+        new_alike = new.versions | (theirs if isinstance(theirs, dict) else {})
         if name := differing(alike, new_alike):
             what = f"This machine ({new.who}) has {name} {new_alike.get(name)}, and {noun} 0 ({own.who}) has {alike[name]}."
             hint = "start all machines with the same options and versions."
+        elif new.number not in (ANY, *range(self._place.count)):
+            what = f"{self._place.named([new.number])} is not one of the {self._place.count} {noun}s."
+            hint = f"number the {noun}s from 0."
         elif same:
             what = f"Two processes say that they are {noun} {new.number}: {same[0]} and {new.who}."
             hint = f"give each process its own {noun}, and each run its own port."

@@ -99,7 +99,7 @@ class Channel:
     """
 
     def __init__(self, peer: socket.socket, schema: Schema, seconds: int = GREETING_SECONDS, longest: int = LONGEST) -> None:
-        self._socket, self._schema, self.longest = peer, schema, longest
+        self._socket, self.schema, self.longest = peer, schema, longest
         self._sending = threading.Lock()
         peer.settimeout(
             None
@@ -149,7 +149,7 @@ class Channel:
             BlockingIOError: It is silent.
             OSError: The connection has broken, or something else than a message came.
         """
-        return self._schema.read(self._received(self.longest))
+        return self.schema.read(self._received(self.longest))
 
     def poll(self, seconds: float) -> bool:
         """Returns whether something can be received, or the other end has gone. Waits for some seconds at most.

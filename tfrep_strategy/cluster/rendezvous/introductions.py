@@ -124,6 +124,8 @@ def misfit(statements: Sequence[Statement], place: Place) -> str | None:
     if last.count != first.count:
         what = f"{place.named([last.number])} says that there are {last.count} {noun}s, and {noun} 0 that there are {first.count}."
         hint = "start all with the same number."
+    elif last.number not in range(first.count):
+        what, hint = f"{place.named([last.number])} is not one of the {first.count} {noun}s.", f"number the {noun}s from 0."
     elif len(same) > 1:
         hint = f"give each process its own {noun}, and each run its own port."
         what = f"Two processes say that they are {noun} {last.number}: {' and '.join(same)}."
@@ -247,6 +249,10 @@ _LOOK_SECONDS = 0.2
 _LONGEST_FIRST = 1 << 16
 
 
+STATEMENT = Schema({"statement": tuple[Statement]})
+"""The first message of a process that comes to a meeting."""
+
+
 @dataclass(frozen=True)
 class Guest:
     """A process that has connected.
@@ -271,11 +277,12 @@ class Reception:
         server: The socket where they connect. The reception closes it.
         key: Shared secret.
         seconds: How long each may take.
-        schema: The messages that it may send. A process whose first message is none of them is dropped.
+        first: The first message of each. A process that sends another one is dropped.
+        then: The messages that may follow.
     """
 
-    def __init__(self, server: socket.socket, key: bytes, seconds: int, schema: Schema) -> None:
-        self._server, self._key, self._seconds, self._schema = server, key, seconds, schema
+    def __init__(self, server: socket.socket, key: bytes, seconds: int, first: Schema, then: Schema) -> None:
+        self._server, self._key, self._seconds, self._first, self._then = server, key, seconds, first, then
         self._guests: queue.SimpleQueue[Guest] = queue.SimpleQueue()
         self._deadlines: dict[Channel, float] = {}  # Of connections that are being greeted, in the order of arrival.
         self._lock = threading.Condition()
@@ -324,7 +331,7 @@ class Reception:
             return
         is_local = peer.family == socket.AF_UNIX
         reached = LOOPBACK if is_local else peer.getsockname()[0].removeprefix("::ffff:")
-        channel = Channel(peer, self._schema, self._seconds, _LONGEST_FIRST)
+        channel = Channel(peer, self._first, self._seconds, _LONGEST_FIRST)
         with self._lock:
             while len(self._deadlines) == _MOST_AT_ONCE and not self._is_closed:
                 if not self._lock.wait(_TURN_SECONDS):
@@ -346,14 +353,15 @@ class Reception:
         try:
             channel.admit(self._key)
             greeted = replace(guest, said=channel.receive()[1])
-            channel.longest = LONGEST
+            channel.schema, channel.longest = self._then, LONGEST
             channel.limit(GREETING_SECONDS)
         except WrongSecretError:
             greeted = guest
         except (OSError, EOFError):  # Another program may connect and send anything.
             pass
         with self._lock:
-            self._deadlines.pop(channel, None)
+            if self._deadlines.pop(channel, None) is None:  # It had to make room, and has been told so.
+                greeted = None
             self._lock.notify_all()
             if greeted is None or greeted is guest or self._is_closed:
                 channel.close()

@@ -34,6 +34,7 @@ from tfrep_strategy.cluster.rendezvous.channel import (
 from tfrep_strategy.cluster.rendezvous.confinement import confine, machines_of_run
 from tfrep_strategy.cluster.rendezvous.connections import LOOPBACK, free_ports, is_loopback
 from tfrep_strategy.cluster.rendezvous.introductions import (
+    STATEMENT,
     Guest,
     Place,
     Reception,
@@ -334,7 +335,6 @@ class Refusal:
         return (PeerError if self.lost else ConfigurationError)(self.text)
 
 
-_TO_HOST = Schema({"statement": tuple[Statement]})
 _TO_GUESTS = Schema({"all": tuple[list[Met]], "error": tuple[Refusal], "line": tuple[str]})
 
 
@@ -430,7 +430,7 @@ class _Host:
             raise unusable(self._place, error) from None
         if self._guard:
             self._guard(server)
-        self._reception = Reception(server, self._visit.key, _GREETING_SECONDS, _TO_HOST)
+        self._reception = Reception(server, self._visit.key, _GREETING_SECONDS, STATEMENT, Schema({}))
         with contextlib.closing(self._reception):
             try:
                 while missing := self._missing():

@@ -110,10 +110,15 @@ class Hub:
 
     def _accept(self) -> None:
         deadline = time.monotonic() + CONNECT_SECONDS + GREETING_SECONDS
-        with contextlib.closing(Reception(self._server, self.key, GREETING_SECONDS, reports.TO_HUB)) as reception:
+        reception = Reception(self._server, self.key, GREETING_SECONDS, reports.RANK, reports.TO_HUB)
+        with contextlib.closing(reception):
             while len(self._ranks) < self._size and time.monotonic() < deadline and not self._is_given_up:
                 for guest in reception.guests(_LOOK_SECONDS):
-                    if guest.said is not None:
+                    if guest.said is None:
+                        continue
+                    if guest.said not in range(self._size) or guest.said in self._ranks.values():
+                        guest.channel.hang_up()
+                    else:
                         self._ranks[guest.channel] = guest.said
                         self._selector.register(guest.channel, selectors.EVENT_READ)
                         self._lend(guest.channel)
@@ -307,8 +312,8 @@ class Hub:
                 pass  # The waiting ranks already know of the rank that failed.
             elif current.is_limited and (now > current.deadline or not missing.isdisjoint(self._ended)):
                 what = f"Only some of the ranks {some_of(group)} called "
-                if current.waits:
-                    what += f"their collective number {int(number) + 1}."
+                if isinstance(number, int):
+                    what += f"their collective number {number + 1}."
                 elif all(map(self._is_in_a_call, missing)):
                     what += f"a collective in which others have waited for {self._limit:.0f} seconds."
                 else:  # `_weigh` reports ranks that call nothing or are silent.
