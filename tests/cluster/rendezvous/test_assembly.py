@@ -161,6 +161,24 @@ def test_whoever_says_odd_things_is_lost(odd: bytes, start: Callable[..., Run]) 
     assert len(run.heard[0].lost) == 1
 
 
+def test_whoever_stops_in_the_middle_of_a_message_is_lost(start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TFREP_TIMEOUT", "5")
+    run = start(3)
+    other = run.comes(1)
+    visit = Visit(run.place, run.statement(2), SECRET, LIMIT)
+    with visit.insist(lambda: visit.enter(TO_SEATS)) as cut_off:
+        cut_off.send("ready", {"alike": {}})
+        for seat in (run.own, other):
+            told_to(seat, "round")
+        cut_off._socket.sendall(b"\0\0\1\0report\n[{")
+        other.tell("leave", 1)
+        assert told_to(run.own, "end") is True  # At once: the one that is cut off keeps no other waiting.
+        reports(run.own, "told")
+        told_to(run.own, "again")
+    [ended] = run.heard
+    assert len(ended.lost) == 2
+
+
 @pytest.mark.parametrize("odd", [b"7", b'ready\n[{"alike":{}}]', b"sign\n[null]", b"leave\n[1]", b'statement\n[{"number":1}]'])
 def test_whoever_says_odd_things_first_is_not_in(odd: bytes, start: Callable[..., Run]) -> None:
     run = start(2)

@@ -88,6 +88,27 @@ bodies = st.binary(max_size=40) | st.tuples(kinds, contents | st.binary(max_size
 streams = st.lists(bodies.map(framed) | st.binary(max_size=9), max_size=3).map(b"".join)
 
 
+@settings(max_examples=1000, deadline=None)
+@given(
+    numbers=st.lists(st.integers(0, 10**9)),
+    cuts=st.lists(st.integers(1, 40)),
+    end=st.sampled_from([b"", b"\0\0\0\x08rank", framed(b"7")]),
+)
+def test_messages_arrive_in_any_parts(numbers: list[int], cuts: list[int], end: bytes) -> None:
+    sent = b"".join(framed(write("rank", number)) for number in numbers) + end
+    found = []
+    with ends() as (here, channel):
+        for cut in cuts:
+            here.sendall(sent[:cut])
+            sent = sent[cut:]
+            found += channel.arrived("end")
+        here.sendall(sent)
+        here.close()
+        while ("end",) not in found:
+            found += channel.arrived("end")
+    assert found == [*(("rank", number) for number in numbers), ("end",)]
+
+
 @settings(max_examples=10_000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(sent=streams, schema=st.sampled_from(SCHEMAS))
 @pytest.mark.lane("faults")

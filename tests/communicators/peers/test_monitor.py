@@ -124,6 +124,19 @@ def test_whatever_a_rank_says_the_others_are_served(odd: bytes) -> None:
 
 
 @pytest.mark.lane("quick")
+def test_a_message_that_is_cut_off_keeps_nobody_waiting() -> None:
+    with star(4) as (first, second, third, fourth):
+        for connection, sent in ((second, b"\0\0"), (third, b"\0\0\1\0late\n[tr")):
+            connection._socket.sendall(sent)
+        fourth.send("ended", False, None)
+        assert receive(first) == ("ended", [(3, False, None)])
+        second._socket.sendall(b"\0\x13ended\n[false, null]\0")  # The rest of it, and the beginning of another one.
+        assert receive(first) == ("ended", [(1, False, None)])
+        third.close()
+        assert receive(first) == ("ended", [(2, True, None)])
+
+
+@pytest.mark.lane("quick")
 def test_no_one_else_is_taken_for_a_rank() -> None:
     hub = Hub(2, True, 20.0)
 
@@ -173,6 +186,14 @@ def test_it_listens_where_the_others_come() -> None:
     hub = Hub(1, False, 20.0, own)
     assert connect(["127.0.0.1"], hub.port, hub.key, TO_RANKS, "rank", 0) is None
     with connect(["127.0.0.1", own], hub.port, hub.key, TO_RANKS, "rank", 0) as only:
+        only.send("ended", False, None)
+        hub.join()
+    assert not hub._thread.is_alive()
+
+
+def test_ranks_come_over_ipv6() -> None:
+    hub = Hub(1, False, 20.0)
+    with connect(["::1"], hub.port, hub.key, TO_RANKS, "rank", 0) as only:
         only.send("ended", False, None)
         hub.join()
     assert not hub._thread.is_alive()

@@ -313,9 +313,7 @@ class Assembly:
         here = [member.channel for member in self._members if member is not self._own]
         while here and (left := deadline - time.monotonic()) > 0:
             for channel in speaking(here, left):
-                try:
-                    channel.receive()
-                except (OSError, EOFError):
+                if _LOST in channel.arrived(*_LOST):
                     here.remove(channel)
         for member in self._members:
             member.channel.hang_up()
@@ -325,7 +323,9 @@ class Assembly:
             self._admit(guest)
         speak = speaking([member.channel for member in self._members], 0)
         for member in [member for member in self._members if member.channel in speak]:
-            self._hear(member)
+            for said in member.channel.arrived(*_LOST):
+                if member in self._members:
+                    self._hear(member, *said)
         self._lose_the_silent()
         if self._round:
             self._look_at_round()
@@ -372,13 +372,8 @@ class Assembly:
             return None
         return message(what, hint=hint, rendezvous=self._place.address)
 
-    def _hear(self, member: _Member) -> None:
+    def _hear(self, member: _Member, kind: str, content: Any) -> None:
         member.silent = 0.0
-        try:
-            kind, content = member.channel.receive()
-        except (OSError, EOFError):  # It has ended, or has sent something unreadable.
-            self._lose(member)
-            return
         if kind == "ready":
             member.statement, member.is_ready = replace(member.statement, told=content), True
         elif kind == "report" and content.number == self._number:
@@ -386,8 +381,8 @@ class Assembly:
             if content.outcome == "told" and self._end_by is None:  # It has lost its connection to this process, and will leave.
                 self._lost.append(member.who)
             member.failed_at = time.monotonic() - content.seconds_ago
-        elif kind == "leave":
-            self._own_code = content if member is self._own else self._own_code
+        elif kind == "leave" or kind == "lost":
+            self._own_code = content if member is self._own and kind == "leave" else self._own_code
             self._lose(member)
 
     def _lose_the_silent(self) -> None:

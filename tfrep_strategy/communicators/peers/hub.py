@@ -140,7 +140,9 @@ class Hub:
 
     def _hear_all(self, channels: Sequence[Channel]) -> None:
         for channel in channels:
-            self._hear(channel)
+            for said in channel.arrived("ended", True, None):
+                if channel in self._ranks:  # The last word of a rank may not be the last message.
+                    self._hear(channel, said)
         self._say_goodbyes()
 
     def _say_goodbyes(self) -> None:
@@ -148,12 +150,8 @@ class Hub:
             self._tell(("ended", self._goodbyes))
             self._goodbyes = []
 
-    def _hear(self, channel: Channel) -> None:
+    def _hear(self, channel: Channel, said: tuple[Any, ...]) -> None:
         rank = self._ranks[channel]
-        try:
-            said = channel.receive()
-        except (EOFError, OSError):
-            said = "ended", True, None
         if said[0] == "report":
             self._note(rank, said[1])
         elif said[0] in reports.OF_HUB:
