@@ -14,6 +14,8 @@ from typing import Any
 import psutil
 import pytest
 import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tfrep_strategy.cluster.flight_recorder import Collective, Whereabouts
 from tfrep_strategy.cluster.rendezvous.channel import Channel, connect
@@ -121,6 +123,43 @@ def test_whatever_a_rank_says_the_others_are_served(odd: bytes) -> None:
             ended += receive(first)[1]
         assert [2, False, "ValueError: boom"] in [list(each) for each in ended]
         assert sorted(rank for rank, *_ in ended) == [1, 2]
+
+
+NUMBERS = st.integers(-1, 2) | st.integers()
+TEXTS = st.sampled_from(["step", "a.py:1"]) | st.text(max_size=3)
+GROUPS = st.just({"start": 0, "stop": 3}) | st.builds(dict, start=NUMBERS, stop=NUMBERS) | st.lists(NUMBERS, max_size=3)
+CALLS = st.tuples(TEXTS, TEXTS, st.lists(st.tuples(TEXTS, st.lists(NUMBERS, max_size=2)), max_size=2), TEXTS)
+SECONDS = st.none() | st.floats()
+WHERES = st.none() | st.builds(
+    dict, python=TEXTS, idle=SECONDS, calls=NUMBERS, counts=st.dictionaries(st.sampled_from(["0-2", ""]), NUMBERS, max_size=2)
+)
+SAID = st.one_of(
+    st.tuples(
+        st.just("report"),
+        st.tuples(GROUPS, NUMBERS | st.tuples(NUMBERS, TEXTS, NUMBERS), CALLS, st.booleans(), st.booleans()),
+    ),
+    st.tuples(st.just("state"), SECONDS, st.floats(), WHERES),
+    st.tuples(st.just("where"), WHERES),
+    st.tuples(st.just("late"), st.booleans()),
+    st.tuples(st.sampled_from(["program", "called"]), TEXTS, TEXTS | st.tuples(TEXTS, TEXTS)),
+    st.tuples(st.just("program lines"), TEXTS, st.lists(st.tuples(TEXTS, TEXTS), max_size=2)),
+    st.tuples(st.just("ended"), st.booleans(), st.none() | TEXTS),
+    st.tuples(st.just("frozen"), NUMBERS, TEXTS, WHERES),
+    st.tuples(st.just("rank"), NUMBERS),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(said=st.lists(st.tuples(st.sampled_from([1, 2]), SAID), min_size=1, max_size=6))
+def test_whatever_ranks_say_rank_0_gets_its_answers(said: list[tuple[int, tuple[Any, ...]]]) -> None:
+    with star(3) as connections:
+        for rank, each in said:
+            with contextlib.suppress(OSError):  # The hub has hung up.
+                connections[rank].send(*each)
+        for _ in range(2):
+            connections[0].send("state", None, 0.0)
+            while receive(connections[0])[0] != "silent":
+                pass
 
 
 @pytest.mark.lane("quick")
