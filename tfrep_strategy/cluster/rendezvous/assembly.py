@@ -262,15 +262,13 @@ class Assembly:
             server, _ = listen_at(place)
         except OSError as error:
             raise unusable(place, error) from error
-        self._reception = Reception(server, key, _GREETING_SECONDS, STATEMENT, _TO_ASSEMBLY)
+        self._reception = Reception(server, key, _GREETING_SECONDS, STATEMENT, _TO_ASSEMBLY, place)
         self._members: list[_Member] = []
         self._round: list[_Member] = []
         self._number = -1
         self._lost: list[str] = []
         self._is_growing = False
         self._end_by: float | None = None
-        self._own_host = LOOPBACK
-        self._refused = set[str]()
         self._last_arrival = time.monotonic()
         self._is_over, self._own_code = False, 1
         self._patience, self._last_look, self._is_closed = machine_silence(), time.monotonic(), threading.Event()
@@ -335,18 +333,11 @@ class Assembly:
             self._gather()
 
     def _admit(self, guest: Guest) -> None:
-        if guest.said is None:
-            if guest.address not in self._refused:
-                self._refused.add(guest.address)
-                _log.warning("At %s, a process at %s has another secret, and is refused.", self._place.address, guest.address)
-            return
         member = _Member(guest.channel, guest.said, is_ready=False)
         if problem := self._misfit(member.statement):
             member.send("error", Refusal(problem, lost=False))
             member.channel.hang_up()
             return
-        if is_loopback(self._own_host):
-            self._own_host = guest.reached
         self._members.append(member)
         self._last_arrival = time.monotonic()
         member.send("welcome", self._own.statement.told)  # It answers "ready" if this fits.
@@ -437,9 +428,9 @@ class Assembly:
     def _begin_round(self, members: list[_Member]) -> None:
         self._number += 1
         self._round, self._lost, self._is_growing, self._end_by = members, [], False, None
-        own_host = self._own_host if len(members) > 1 else LOOPBACK
-        hosts = [own_host if is_loopback(each.statement.host) else each.statement.host for each in members]
-        met = [Met(host, each.statement.told) for host, each in zip(hosts, members, strict=True)]
+        own_host = self._reception.own_host if len(members) > 1 else LOOPBACK
+        statements = [each.statement for each in members]
+        met = [Met(own_host if is_loopback(each.host) else each.host, each.told) for each in statements]
         for place, member in enumerate(members):
             member.is_ready, member.report = False, None
             member.send("round", RoundStart(self._number, place, met))

@@ -110,18 +110,18 @@ class Hub:
 
     def _accept(self) -> None:
         deadline = time.monotonic() + CONNECT_SECONDS + GREETING_SECONDS
+        missing = set(range(self._size))
         reception = Reception(self._server, self.key, GREETING_SECONDS, reports.RANK, reports.TO_HUB)
         with contextlib.closing(reception):
-            while len(self._ranks) < self._size and time.monotonic() < deadline and not self._is_given_up:
+            while missing and time.monotonic() < deadline and not self._is_given_up:
                 for guest in reception.guests(_LOOK_SECONDS):
-                    if guest.said is None:
-                        continue
-                    if guest.said not in range(self._size) or guest.said in self._ranks.values():
+                    if guest.said not in missing:  # It has come before, or is no rank.
                         guest.channel.hang_up()
-                    else:
-                        self._ranks[guest.channel] = guest.said
-                        self._selector.register(guest.channel, selectors.EVENT_READ)
-                        self._lend(guest.channel)
+                        continue
+                    missing.remove(guest.said)
+                    self._ranks[guest.channel] = guest.said
+                    self._selector.register(guest.channel, selectors.EVENT_READ)
+                    self._lend(guest.channel)
 
     def _serve(self) -> None:
         self._heard = dict.fromkeys(self._ranks.values(), time.monotonic())
