@@ -123,10 +123,13 @@ class Restarts:
         return step
 
     def after_loss(self, step: Step | None) -> tuple[bool, str]:
-        """Returns whether the run is started again, and what the user is told of this.
+        """Decides after a loss.
 
         Args:
             step: Where it was lost; None if no step had begun.
+
+        Returns:
+            Whether the run is started again, and what the user is told of this.
         """
         before, self._last = self._last, step
         if self._count == self._most:

@@ -17,11 +17,12 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfrep_strategy.cluster.flight_recorder import Collective, Whereabouts
+from tfrep_strategy.cluster.flight_recorder import RECORDER, Collective, Whereabouts
 from tfrep_strategy.cluster.rendezvous.channel import Channel, connect
 from tfrep_strategy.communicators.base import SingleCommunicator
 from tfrep_strategy.communicators.peers.hub import Hub
 from tfrep_strategy.communicators.peers.monitor import PeerLostError, PeerMonitor
+from tfrep_strategy.communicators.peers.position import Position
 from tfrep_strategy.communicators.peers.reports import TO_RANKS, Report
 from tfrep_strategy.core.calls import Call
 from tfrep_strategy.errors import DesyncError
@@ -335,6 +336,15 @@ def test_a_scripts_time_limit_for_sockets_does_not_disturb_it() -> None:
             assert receive(first) == ("ended", [(1, False, None)])
     finally:
         socket.setdefaulttimeout(before)
+
+
+def test_a_group_that_was_made_twice_is_followed_once() -> None:
+    monitor, position, before = PeerMonitor.start(SingleCommunicator()), Position(), len(RECORDER.places)
+    for group in (position, position, Position()):
+        monitor.follow(range(1), group)
+    assert len(RECORDER.places) == before + 2
+    monitor.close()
+    assert len(RECORDER.places) == before
 
 
 def test_a_refused_collective_is_not_blamed_for_a_later_error() -> None:
