@@ -10,9 +10,10 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, Field
 
 from tfrep_strategy.cluster.flight_recorder import LONGEST_LINE, MOST_LINES, Whereabouts
 from tfrep_strategy.cluster.rendezvous.channel import Schema
@@ -24,12 +25,20 @@ _NAMED = 8
 """The number of ranks that a message names one by one."""
 
 
+@dataclass(frozen=True)
+class _Following:
+    """A range, as `channel.write` writes it."""
+
+    start: Annotated[int, Field(ge=0)]
+    stop: Annotated[int, Field(le=MOST_RANKS)]
+
+
 def _group(found: Any) -> Sequence[int]:
     """Reads a group from a message."""
-    return range(found["start"], min(found["stop"], MOST_RANKS)) if isinstance(found, dict) else tuple(found)
+    return range(found.start, found.stop) if isinstance(found, _Following) else found
 
 
-Group = Annotated[Any, BeforeValidator(_group)]
+Group = Annotated[_Following | Annotated[tuple[int, ...], Field(max_length=MOST_RANKS)], AfterValidator(_group)]
 """The ranks of a group, from `group_of`."""
 
 
@@ -120,9 +129,10 @@ class State(NamedTuple):
     where: Whereabouts | None = None
 
 
+RANK = Schema({"rank": tuple[int]})
+"""The first message to the hub."""
 TO_HUB = Schema(
     {
-        "rank": tuple[int],
         "report": tuple[Report],
         "state": State,
         "where": tuple[Whereabouts],
@@ -242,7 +252,7 @@ class Programs:
                 self._lines[name] = {}
                 self._tell((OF_RANK[1], name), sorted({first, rank}))
             return
-        lines = self._lines[name]
+        lines = self._lines.get(name, {})  # Lines for which the hub has not asked change nothing.
         lines[rank] = what
         if len(lines) == 2:
             self._tell(("desync", _difference(lines)), None)
