@@ -156,6 +156,16 @@ def test_model_parallel(axes: tuple[int, int], optimizer: str) -> None:
     assert kernel.shape == (8, 16)
 
 
+@pytest.mark.lane("sharded_training")
+@pytest.mark.usefixtures("float64")
+def test_weights_in_float64() -> None:
+    """The bias of the keys has no gradient but rounding, of which Adam makes steps; that is all by which weights differ."""
+    _, expected = _fitted("adam, clipped")
+    set_distribution(_model_parallel(1, 4))
+    _, found = _fitted("adam, clipped")
+    tf.nest.map_structure(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-10), found, expected)
+
+
 def test_what_model_parallel_replicas_send() -> None:
     """Of a block's parts each is summed once, and no weight is sent."""
     set_distribution(_model_parallel(1, 2))
