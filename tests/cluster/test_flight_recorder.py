@@ -100,14 +100,19 @@ def test_ranks_in_different_collectives(communicator: str, tmp_path: Path) -> No
 @pytest.mark.lane("faults")
 @pytest.mark.parametrize("communicator", ["tf", SHARED])
 def test_a_rank_that_is_stopped(communicator: str, tmp_path: Path) -> None:
-    """Its launcher reads from its last sign of life where it was."""
+    """Its launcher reads from its last sign of life where it was. The program stops after a sign that it is there."""
     output = run(communicator, "stop", tmp_path)
     hang = read_hang(tmp_path / "logs")
     assert hang is not None
     seen = r"is stopped \(state T\), for \d+ seconds by now"
     assert re.fullmatch(rf"Rank 1 {seen}\.", hang.what)
-    assert re.match(r"in all_reduce\(float32\[3\], .*\), number \d+ of ranks 0-1, at ", hang.ranks[0])
-    assert re.match(rf"{seen}; before that in .*; Python is at .*:\d+ in ", hang.ranks[1])  # Up to a second before.
+    step = rf"number (\d+) of ranks 0-1, at {line_of('return strategy.run(lambda: tfrep.all_reduce(tf.ones([3])))')}"
+    waits = re.match(rf"in all_reduce\(float32\[3\], .*\), {step} for \d+ s; ", hang.ranks[0])
+    before = rf"before that in no collective for \d+ s, after all_reduce\(float32.*\), {step}"
+    stopped = re.match(rf"{seen}; {before}; Python is at {re.escape(str(PROGRAM))}:\d+ in stop", hang.ranks[1])
+    assert waits, hang.ranks
+    assert stopped, hang.ranks
+    assert int(stopped[1]) + 1 == int(waits[1]), "it has not begun the next one"
     assert hang.lags == 1
     for sentence in hang.lines():
         assert sentence in output

@@ -156,6 +156,16 @@ def test_model_parallel(axes: tuple[int, int], optimizer: str) -> None:
     assert kernel.shape == (8, 16)
 
 
+@pytest.mark.lane("sharded_training")
+@pytest.mark.usefixtures("float64")
+def test_weights_in_float64() -> None:
+    """The bias of the keys has no gradient but rounding, of which Adam makes steps; that is all by which weights differ."""
+    _, expected = _fitted("adam, clipped")
+    set_distribution(_model_parallel(1, 4))
+    _, found = _fitted("adam, clipped")
+    tf.nest.map_structure(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-10), found, expected)
+
+
 def test_what_model_parallel_replicas_send() -> None:
     """Of a block's parts each is summed once, and no weight is sent."""
     set_distribution(_model_parallel(1, 2))
@@ -168,6 +178,40 @@ def test_what_model_parallel_replicas_send() -> None:
     # Forward: the embedding, the heads, the wide layers, which predictions sum behind the pooling. Backward: the last two.
     assert sums == {"train": 5, "predict": 2}, rounds
     assert not any("192 bytes" in line.replace(wide, "") for line in rounds), rounds
+
+
+def _of_images() -> tuple[keras.Model, dict[str, Any]]:
+    keras.utils.set_random_seed(1)
+    layers, images = keras.layers, keras.Input((8, 8, 3))
+    y = layers.Conv2D(8, 3, padding="same", name="into")(images)
+    y = layers.MaxPooling2D()(layers.ReLU()(layers.BatchNormalization(name="of_channels")(y)))
+    y = layers.SpatialDropout2D(0.2, seed=2)(layers.UpSampling2D()(y))
+    y = layers.Conv2D(4, 3, name="out", kernel_regularizer="l2")(layers.AveragePooling2D(2)(y))
+    model = keras.Model(images, layers.Dense(2)(layers.GlobalAveragePooling2D()(y)))
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    draw = np.random.default_rng(5)
+    x, y = draw.normal(size=(37, 8, 8, 3)), draw.normal(size=(37, 2))
+    history = model.fit(x, y, batch_size=8, epochs=2, verbose=0).history
+    return model, history | {"weights": model.get_weights(), "predicted": model.predict(x, verbose=0)}
+
+
+@pytest.mark.lane("sharded_training")
+@pytest.mark.usefixtures("float64")
+def test_channels_of_convolutions() -> None:
+    """What is computed for each channel stays split: as in a block of dense layers, the images are summed once forward."""
+    _, expected = _of_images()
+    mesh = DeviceMesh((1, 4), ["batch", "model"], list_devices())
+    layouts = LayoutMap(mesh)
+    layouts["into/kernel"] = (None, None, None, "model")
+    layouts["(into/bias|of_channels/.*)"] = ("model",)
+    layouts["out/kernel"] = (None, None, "model", None)
+    set_distribution(ModelParallel(layout_map=layouts, batch_dim_name="batch"))
+    model, found = _of_images()
+    tf.nest.map_structure(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-10), found, expected)
+    assert [part.shape for part in model.get_layer("into").kernel.value.values] == [(3, 3, 3, 2)] * 4
+    told = str(tf.distribute.get_strategy().explain(model))
+    assert "gather" not in told, told
+    assert "equal rows" not in told, told
 
 
 def test_steps_that_run_eagerly() -> None:

@@ -5,6 +5,7 @@ M. Shoeybi et al., arXiv:1909.08053, section 3: one all-reduce for each block of
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ import tensorflow as tf
 from partitioner.replicas import differences, on_mesh
 
 from tfrep_strategy.partitioner import marks
-from tfrep_strategy.partitioner.placements import OF_LAYOUT, REPLICATE, Placement, Shard
+from tfrep_strategy.partitioner.placements import OF_LAYOUT, PARTIAL, REPLICATE, Placement, Shard
 from tfrep_strategy.partitioner.program import Collective
 
 pytestmark = pytest.mark.lane("quick")
@@ -177,3 +178,83 @@ def test_beside_the_rows_of_a_batch(counts: Sequence[int]) -> None:
         lambda x, w: [x @ w, tf.reduce_sum(x @ w, 0)], [_drawn(2, 4), _drawn(4, 6)], [Shard(0), REPLICATE], counts
     )
     assert difference < 1e-6
+
+
+def _gradients(function: Callable[..., Any], *given: Any) -> list[Any]:
+    with tf.GradientTape() as tape:
+        tape.watch(given)
+        found = function(*given)
+        loss = tf.reduce_sum(found * tf.cos(found))
+    return [found, *tape.gradient(loss, given)]
+
+
+def _pooled(x: Any, weights: Any, bias: Any) -> Any:
+    y = tf.nn.bias_add(tf.nn.conv2d(x, weights, 1, "SAME"), bias)
+    mean, variance = tf.nn.moments(y, [0, 1, 2])
+    y = tf.nn.relu(tf.nn.batch_normalization(y, mean, variance, bias, None, 1e-3))
+    return tf.nn.avg_pool2d(tf.nn.max_pool2d(y, 3, 1, "SAME"), 2, 2, "VALID")
+
+
+def _resized(x: Any) -> Any:
+    ways = ("bilinear", "nearest", "bicubic", "lanczos3")
+    return tf.concat([tf.image.resize(x, (5, 6), way) for way in ways], 1)
+
+
+_IMAGES = _drawn(3, 6, 6, 8).astype("float64")
+_CONVOLUTIONS: dict[str, tuple[Callable[..., Any], list[np.ndarray]]] = {
+    "convolution": (lambda x, w: tf.nn.conv2d(x, w, 2, "SAME"), [_IMAGES, _drawn(3, 3, 8, 4)]),
+    "convolution of volumes": (
+        lambda x, w: tf.nn.conv3d(x, w, [1] * 5, "SAME"),
+        [_drawn(2, 3, 3, 3, 8).astype("float64"), _drawn(2, 2, 2, 8, 4)],
+    ),
+    "transposed": (
+        lambda x, w: tf.nn.conv2d_transpose(x, w, tf.stack([tf.shape(x)[0], 12, 12, 4]), 2, "SAME"),
+        [_IMAGES, _drawn(3, 3, 4, 8)],
+    ),
+    "in groups": (lambda x, w: tf.nn.conv2d(x, w, 1, "SAME"), [_IMAGES, _drawn(3, 3, 4, 8)]),
+    "depthwise": (lambda x, w: tf.nn.depthwise_conv2d(x, w, [1] * 4, "SAME"), [_IMAGES, _drawn(3, 3, 8, 4)]),
+    "pooled": (_pooled, [_IMAGES, _drawn(3, 3, 8, 8), _drawn(8)]),
+    "volumes pooled": (
+        lambda x: tf.nn.avg_pool3d(tf.nn.max_pool3d(x, 2, 1, "SAME"), 2, 2, "SAME"),
+        [_drawn(2, 4, 4, 4, 8)],
+    ),
+    "resized": (_resized, [_IMAGES.astype("float32")]),
+    "over channels": (tf.nn.local_response_normalization, [_IMAGES.astype("float32")]),
+}
+
+
+@pytest.mark.lane("rows")
+@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("name", _CONVOLUTIONS)
+def test_images_by_brute_force(name: str, replicas: int) -> None:
+    """Images and filters are split along each axis that can be, or along none; and images are addends."""
+    function, given = _CONVOLUTIONS[name]
+    given = [x.astype(given[0].dtype) for x in given]
+    splits = [[REPLICATE, *(_along(i, d)(replicas) for i, d in enumerate(x.shape) if d % replicas == 0)] for x in given]
+
+    def run(*x: Any) -> list[Any]:
+        return [function(*x)] if name == "in groups" else _gradients(function, *x)  # CPUs have no gradient of groups.
+
+    for placements in itertools.product([*splits[0], PARTIAL], *splits[1:]):
+        found, _, _ = differences(run, given, placements, [1] * replicas, is_open=False)
+        assert found < (1e-9 if given[0].dtype == np.float64 else 1e-5), placements
+
+
+def _two_convolutions(x: Any, into: Any, bias: Any, out: Any) -> Any:
+    return tf.reduce_mean(tf.nn.conv2d(_pooled(x, into, bias), out, 1, "SAME"), [1, 2])
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_what_convolutions_send(replicas: int) -> None:
+    """As a block of dense layers: a sum forward, and one backward for the images. No image or filter is gathered."""
+    weights = [x.astype("float64") for x in (_drawn(3, 3, 8, 8), _drawn(8), _drawn(3, 3, 8, 4))]
+    placements = [REPLICATE, *(_along(axis, 8)(replicas) for axis in (3, 0, 2))]
+    steps: list[tuple[Callable[..., Any], list[str]]] = [
+        (lambda *given: [_two_convolutions(*given)], ["sum"]),
+        (lambda *given: _gradients(_two_convolutions, *given), ["sum", "sum", *["gather"] * 3]),
+    ]
+    for function, expected in steps:
+        found, step, _ = differences(function, [_IMAGES, *weights], placements, [1] * replicas, is_open=False)
+        assert found < 1e-9
+        assert not step.without_rule
+        assert sorted(_sent(step), reverse=True) == expected, "only gradients are wanted whole here"

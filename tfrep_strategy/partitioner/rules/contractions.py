@@ -9,7 +9,7 @@ import string
 from collections.abc import Sequence
 from typing import Any
 
-from tfrep_strategy.partitioner.placements import PARTIAL, Partial, Placement, Replicate, Shard, Size, is_number, product
+from tfrep_strategy.partitioner.placements import OF_LAYOUT, PARTIAL, Partial, Placement, Replicate, Shard, Size, is_number, product
 from tfrep_strategy.partitioner.planner import Planner, rule
 from tfrep_strategy.partitioner.rules.elementwise import aligned_rows
 
@@ -142,21 +142,70 @@ def _image_axes(operation: Any, spatial: int) -> tuple[str, str]:
     return "B" + inner + "C", "B" + outer + "F"
 
 
-def _only_rows(plan: Planner, tensors: Sequence[Any]) -> bool:
-    """Returns whether tensors are sharded along axis 0 only, if at all."""
-    return all(not isinstance(p, Shard) or p.axis == 0 for p in map(plan.placement, tensors))
+def channel_axis(operation: Any) -> int:
+    """Returns the axis of the channels of images; -1 if it is the last one."""
+    has_format = "data_format" in operation.node_def.attr
+    return 1 if has_format and operation.get_attr("data_format").startswith(b"NC") else -1
+
+
+def of_layout(plan: Planner, tensor: Any, axis: int) -> Shard | None:
+    """Returns the placement of a tensor whose axis is split as layouts split weights: in equal parts, none of them empty."""
+    placement, rank = plan.placement(tensor), plan.rank(tensor)
+    is_along = isinstance(placement, Shard) and placement.rows == OF_LAYOUT and rank is not None and placement.axis == axis % rank
+    return placement if is_along and isinstance(placement, Shard) else None
+
+
+def _rows_of(plan: Planner, *tensors: Any) -> Shard | None:
+    """Returns the rows along which the images of a batch are sharded, if they are."""
+    return next((p for p in map(plan.placement, tensors) if isinstance(p, Shard) and p.axis == 0 and p.rows != OF_LAYOUT), None)
+
+
+def _split_channels(plan: Planner, operation: Any, pictures: Any, weights: Any, results: Any, within: Sequence[Size] | None) -> Any:
+    """Finds along which channels a convolution, or a gradient of one, is split.
+
+    Args:
+        plan: The planner.
+        operation: The operation.
+        pictures: The images before the convolution, if they are an operand.
+        weights: The filter, if it is an operand.
+        results: The images after the convolution, if they are an operand.
+        within: The shape of the filter.
+
+    Returns:
+        "in" for channels of the images before, or "out" for those of the images after, the shard of an axis, and the rank of all
+        tensors; None if it is not split, or if groups of channels have separate filters.
+    """
+    channels = channel_axis(operation)
+    splits = [("out", results, channels), ("in", pictures, channels)]
+    if weights is not None:  # It stays sharded; what is sent are images.
+        splits = [("out", weights, -1), ("in", weights, -2), *splits]
+    found = [(side, shard) for side, x, axis in splits if x is not None and (shard := of_layout(plan, x, axis)) is not None]
+    if not found or operation.type.startswith("Depthwise") or within is None:
+        return None
+    # The images before may have several groups of channels, each as deep as the filter.
+    dims = plan.dims(pictures) if pictures is not None else plan.sizes_of(operation.inputs[0])
+    before = None if dims is None or len(dims) != len(within) else dims[channels]
+    return (*found[0], len(within)) if is_number(before) and before == within[-2] else None
 
 
 @rule(*_CONVOLUTIONS)
 def convolution(plan: Planner, operation: Any) -> None:
-    """Plans the convolution of images with a filter."""
+    """Plans the convolution of images with a filter. A layout may split it along the channels after, or before, the convolution."""
     pictures, weights = operation.inputs
-    if not _only_rows(plan, [pictures]) or isinstance(plan.placement(weights), Shard):
+    placement, channels = plan.placement(pictures), channel_axis(operation)
+    if (rows := _rows_of(plan, pictures)) is not None:
+        plan.emit_filled(operation, [plan.local(pictures), plan.replicated(weights)], [0], rows, rows)
+    elif (split := _split_channels(plan, operation, pictures, weights, None, plan.dims(weights))) is not None:
+        side, shard, rank = split
+        if side == "out":
+            inputs = [plan.replicated(pictures), plan.sharded(weights, shard.on(rank - 1))]
+            plan.emit(operation, inputs, shard.on(channels % rank))
+        else:
+            plan.emit(
+                operation, [plan.sharded(pictures, shard.on(channels % rank)), plan.sharded(weights, shard.on(rank - 2))], PARTIAL
+            )
+    elif isinstance(placement, Shard) or isinstance(plan.placement(weights), Shard):
         plan.replicate(operation)
-        return
-    placement = plan.placement(pictures)
-    if isinstance(placement, Shard):
-        plan.emit_filled(operation, [plan.local(pictures), plan.replicated(weights)], [0], placement, placement)
     else:
         before, after = _image_axes(operation, _CONVOLUTIONS[operation.type])
         contract(plan, operation, [before, "W" * len(weights.shape)], after)
@@ -166,29 +215,51 @@ def convolution(plan: Planner, operation: Any) -> None:
 def convolution_to_pictures(plan: Planner, operation: Any) -> None:
     """Plans the gradient for the images, or a transposed convolution. The first input is the shape of the result."""
     sizes, weights, gradient = operation.inputs
-    placement = plan.placement(gradient)
-    if not isinstance(placement, Shard) or placement.axis or not sizes.shape.rank:
-        plan.replicate(operation)
-        return
-    if plan.length(sizes) == 2:  # The shape lacks rows and channels.
-        own = plan.replicated(sizes)
+    length, channels = plan.length(sizes), channel_axis(operation)
+    rows = _rows_of(plan, gradient)
+    if rows is not None and sizes.shape.rank:
+        # The shape may lack rows and channels.
+        own = plan.replicated(sizes) if length == 2 else plan.own_sizes(sizes, rows, is_filled=True)
+        plan.emit_filled(operation, [own, plan.replicated(weights), plan.local(gradient)], [2], rows, rows)
+    elif rows is None and (split := _split_channels(plan, operation, None, weights, gradient, plan.dims(weights))) is not None:
+        side, shard, rank = split
+        if side == "out":
+            inputs = [
+                plan.replicated(sizes),
+                plan.sharded(weights, shard.on(rank - 1)),
+                plan.sharded(gradient, shard.on(channels % rank)),
+            ]
+            plan.emit(operation, inputs, PARTIAL)
+        else:
+            result = shard.on(channels % rank)
+            inputs = [plan.own_sizes(sizes, result), plan.sharded(weights, shard.on(rank - 2)), plan.replicated(gradient)]
+            plan.emit(operation, inputs, result)
     else:
-        own = plan.own_sizes(sizes, placement, is_filled=True)
-    plan.emit_filled(operation, [own, plan.replicated(weights), plan.local(gradient)], [2], placement, placement)
+        plan.replicate(operation)
 
 
 @rule(*_TO_FILTER)
 def convolution_to_filter(plan: Planner, operation: Any) -> None:
     """Plans the gradient for the filter, which is summed over the images."""
     pictures, sizes, gradient = operation.inputs
-    shards = {p for p in (plan.placement(pictures), plan.placement(gradient)) if isinstance(p, Shard)}
-    shard = shards.pop() if len(shards) == 1 else None
+    rows, channels = _rows_of(plan, pictures, gradient), channel_axis(operation)
     tensors = (pictures, gradient)
-    if shard is None or shard.axis or any(isinstance(plan.placement(x), Partial) for x in tensors):
+    for x in tensors:
+        if isinstance(plan.placement(x), Partial):
+            plan.replicated(x)
+    if rows is not None:
+        inputs = [plan.sharded(pictures, rows), plan.replicated(sizes), plan.sharded(gradient, rows)]
+        plan.emit_filled(operation, inputs, [0, 2], rows, PARTIAL)
+    elif (split := _split_channels(plan, operation, pictures, None, gradient, plan.sizes_of(sizes))) is not None:
+        side, shard, rank = split
+        result = shard.on(rank - 1 if side == "out" else rank - 2)
+        along = shard.on(channels % rank)
+        own = [
+            plan.sharded(x, along) if each == side else plan.replicated(x) for x, each in zip(tensors, ("in", "out"), strict=True)
+        ]
+        plan.emit(operation, [own[0], plan.own_sizes(sizes, result), own[1]], result)
+    else:
         plan.replicate(operation)
-        return
-    inputs = [plan.sharded(pictures, shard), plan.replicated(sizes), plan.sharded(gradient, shard)]
-    plan.emit_filled(operation, inputs, [0, 2], shard, PARTIAL)
 
 
 _INNER = {

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from tfrep_strategy.partitioner.placements import PARTIAL, Partial, Shard
+from tfrep_strategy.partitioner.placements import PARTIAL, Partial, Replicate, Shard
 from tfrep_strategy.partitioner.planner import Planner, always, rule
+from tfrep_strategy.partitioner.rules.contractions import channel_axis, of_layout
 
 _PICTURES = {
     "MaxPool": (0,), "MaxPool3D": (0,), "AvgPool": (0,), "AvgPool3D": (0,),
@@ -19,11 +21,21 @@ _PICTURES = {
 }  # fmt: skip
 """The indices of inputs with images, one a row. Other inputs are equal for all images."""
 
+_BY_CHANNELS = frozenset({
+    "MaxPool", "MaxPool3D", "AvgPool", "AvgPool3D", "MaxPoolGrad", "MaxPool3DGrad", "ResizeBilinear", "ResizeNearestNeighbor",
+    "ResizeBicubic", "ResizeArea", "ScaleAndTranslate", "ResizeBilinearGrad", "ResizeBicubicGrad", "ResizeNearestNeighborGrad",
+})  # fmt: skip
+"""Operations that treat each channel of an image independently."""
+
 
 @rule(*_PICTURES)
 def each_picture(plan: Planner, operation: Any) -> None:
     """Plans an operation on independent images."""
     places = _PICTURES[operation.type]
+    if (shard := _by_channels(plan, operation, places)) is not None:
+        inputs = [plan.sharded(x, shard) if i in places else plan.replicated(x) for i, x in enumerate(operation.inputs)]
+        plan.emit(operation, inputs, shard)
+        return
     shards = {p for i in places if isinstance(p := plan.placement(operation.inputs[i]), Shard)}
     shard = shards.pop() if len(shards) == 1 else None
     if shard is None or shard.axis or not _own_axes(plan, operation):
@@ -45,6 +57,17 @@ def each_picture(plan: Planner, operation: Any) -> None:
     plan.emit_filled(operation, inputs, with_rows, shard, shard)
 
 
+def _by_channels(plan: Planner, operation: Any, places: Sequence[int]) -> Shard | None:
+    """Returns the placement of images whose channels a layout shards, if an operation keeps it."""
+    channels = channel_axis(operation)
+    windows = [operation.get_attr(name)[channels] for name in ("ksize", "strides") if name in operation.node_def.attr]
+    if operation.type not in {*_BY_CHANNELS, "AvgPoolGrad", "AvgPool3DGrad"} or any(size != 1 for size in windows):
+        return None
+    placements = [plan.placement(operation.inputs[i]) for i in places]
+    shard = next((p for i in places if (p := of_layout(plan, operation.inputs[i], channels)) is not None), None)
+    return shard if all(p == shard or isinstance(p, Replicate) for p in placements) else None
+
+
 def _own_axes(plan: Planner, operation: Any) -> int:
     """Returns the number of axes before those that an operation works on."""
     rank = plan.rank(operation.inputs[0])
@@ -58,7 +81,9 @@ def average_pool_gradient(plan: Planner, operation: Any) -> None:
     """Plans the gradient of average pooling. The first input is the shape of the images."""
     sizes, gradient = operation.inputs
     placement = plan.placement(gradient)
-    if not isinstance(placement, Shard) or placement.axis:
+    if (shard := _by_channels(plan, operation, [1])) is not None:
+        plan.emit(operation, [plan.own_sizes(sizes, shard), plan.local(gradient)], shard)
+    elif not isinstance(placement, Shard) or placement.axis:
         plan.replicate(operation)
     else:
         own = plan.own_sizes(sizes, placement, is_filled=True)

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfrep_strategy.partitioner import sizes as by_value
 from tfrep_strategy.partitioner.placements import (
+    OF_LAYOUT,
     PARTIAL,
     REPLICATE,
     WHOLE,
@@ -149,10 +150,13 @@ def squeeze(plan: Planner, operation: Any) -> None:
     (x,) = operation.inputs
     placement, known = plan.placement(x), plan.rank(x)
     axes = [axis % known for axis in operation.get_attr("squeeze_dims")] if known else []
+    if not axes and all(map(is_number, dims := plan.dims(x) or [])):  # A replica's part may have size 1 where the whole has not.
+        axes = [axis for axis, size in enumerate(dims) if size == 1]
     if isinstance(placement, Partial):
         plan.emit(operation, [plan.local(x)], PARTIAL)
     elif isinstance(placement, Shard) and axes and placement.axis not in axes:
-        plan.emit(operation, [plan.local(x)], placement.on(placement.axis - sum(a < placement.axis for a in axes)))
+        result = placement.on(placement.axis - sum(a < placement.axis for a in axes))
+        plan.emit(operation, [plan.local(x)], result, squeeze_dims=axes)
     else:
         plan.replicate(operation)
 
@@ -165,7 +169,10 @@ def reshape(plan: Planner, operation: Any) -> None:
     placement = plan.placement(x)
     if _is_reshaped_to_itself(plan, x, wanted):
         plan.put_same(operation, x)
-        plan.known_dims[operation.outputs[0].name] = list(plan.dims(x) or ())
+        asked = plan.sizes_of(wanted)
+        plan.known_dims[operation.outputs[0].name] = [
+            a if d is None and a != -1 else d for d, a in zip(plan.dims(x) or (), asked, strict=True)
+        ]
         return
     if not isinstance(placement, Shard):
         whole = plan.replicated(wanted)
@@ -192,7 +199,14 @@ def reshape(plan: Planner, operation: Any) -> None:
 def _is_reshaped_to_itself(plan: Planner, x: Any, wanted: Any) -> bool:
     """Returns whether a tensor already has the shape, as where the gradient of a sum is not broadcast."""
     dims, asked = plan.dims(x), plan.sizes_of(wanted)
-    return dims is not None and asked is not None and None not in dims and dims == list(asked)
+    if dims is None or asked is None or len(dims) != asked.size:
+        return False
+    if None not in dims:
+        return dims == list(asked)
+    others = [(d, a) for d, a in zip(dims, asked, strict=True) if d is not None]
+    return len(others) == len(dims) - 1 and all(
+        d == a and is_number(d) and d > 0 for d, a in others
+    )  # The numbers of elements agree.
 
 
 def _note_dims(plan: Planner, result: Any, wanted: Any, shard: Shard | None = None) -> None:
@@ -280,6 +294,9 @@ def grow_to(plan: Planner, operation: Any) -> None:
         plan.replicated(x)  # Summed before it grows.
     placement, place, sizes_ = plan.placement(x), plan.row_place(wanted), plan.sizes_of(wanted)
     known = plan.rank(x)
+    if place is None and sizes_ is not None and known is not None and isinstance(placement, Shard) and placement.rows == OF_LAYOUT:
+        along = placement.on(placement.axis + sizes_.size - known)
+        place = along if (plan.dims(x) or [])[placement.axis] == sizes_[along.axis] else None
     if place is None or sizes_ is None or known is None:
         _grow_whole(plan, operation, wanted)
         return
