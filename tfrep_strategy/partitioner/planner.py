@@ -31,7 +31,7 @@ from tfrep_strategy.partitioner.placements import (
     Shard,
     is_number,
 )
-from tfrep_strategy.partitioner.program import Gathered, Program, Tensor
+from tfrep_strategy.partitioner.program import ASKS_FOR_SIZES, Gathered, Program, Tensor
 from tfrep_strategy.partitioner.values import OwnRows, Value, Values
 
 Rule = Callable[["Planner", Any], None]
@@ -348,7 +348,7 @@ class Planner(Values):
         """Sums addends that several operations take. As large as an activation, they would else be summed behind each of them."""
         for tensor in operation.outputs:
             is_sum = isinstance(self.placement(tensor), Partial) and tensor.dtype.is_floating and tensor.shape.rank != 0
-            if is_sum and sum(each.type not in _OF_SHAPE for each in tensor.consumers()) > 1:
+            if is_sum and sum(each.type not in ASKS_FOR_SIZES for each in tensor.consumers()) > 1:
                 self.replicated(tensor)
 
     def _cut_rows(self, operation: Any) -> None:
@@ -477,7 +477,6 @@ _TAKE_OWN = frozenset({
     "ReadVariableOp", "StatefulPartitionedCall", "StatelessCase", "StatelessIf", "VariableShape",
 })  # fmt: skip
 """Operations whose rules handle values that differ between replicas."""
-_OF_SHAPE = frozenset({"Shape", "ShapeN", "Size", "Rank"})
 _SIZED_BY_RULE = frozenset({"Shape", "ShapeN", "Size", "Rank", "Const"})
 
 

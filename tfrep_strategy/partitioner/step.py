@@ -387,7 +387,8 @@ class PartitionedStep:
         for each in self.nodes:
             if isinstance(each, Collective) and each.kind != "shared":
                 for x in each.inputs if each.kind == "call" else each.inputs[:1]:
-                    rounds[each.level][f"{each.kind} of {_size(x)}"] += 1
+                    along = f" along {each.group}" if each.group else ""
+                    rounds[each.level][f"{each.kind} of {_size(x)}{along}"] += 1
             elif isinstance(each, Node) and each.talks:
                 rounds[each.level][f"{each.type} that sends while it runs"] += 1
         kinds = {"Shard": "in rows", "Partial": "sums", "Replicate": "whole", "Own": "a replica's own", "Parts": "in parts"}

@@ -13,6 +13,7 @@ from tfrep_strategy.partitioner import marks
 from tfrep_strategy.partitioner import sizes as by_value
 from tfrep_strategy.partitioner.placements import OF_LAYOUT, OWN, PARTIAL, REPLICATE, Own, Partial, Parts, Replicate, Rows, Shard
 from tfrep_strategy.partitioner.planner import MARKED, OF_OWN, Planner, always, rule
+from tfrep_strategy.partitioner.program import Collective
 from tfrep_strategy.partitioner.second_axis import MODEL, collective_of
 
 
@@ -154,9 +155,11 @@ def within(plan: Planner, operation: Any) -> None:
 def gradient(plan: Planner, operation: Any) -> None:
     """Sums a partial gradient. A gradient that each replica has computed alone is made equal."""
     (x,) = operation.inputs
-    placement = plan.placement(x)
+    placement, node = plan.placement(x), plan.local(x).node
     if isinstance(placement, Shard) and placement.rows == OF_LAYOUT:
         plan.put(operation.outputs[0], placement, plan.local(x))
+    elif isinstance(placement, Partial) and isinstance(node, Collective) and (node.kind, node.group) == ("gradient", MODEL):
+        plan.put(operation.outputs[0], REPLICATE, plan.program.send("gradient", node.inputs[0], group=""))  # Along both axes.
     else:
         plan.put(operation.outputs[0], REPLICATE, plan.agreed(x, "gradient"))
     _mark_again(plan, operation)

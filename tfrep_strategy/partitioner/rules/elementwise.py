@@ -194,7 +194,7 @@ def _of_sums(plan: Planner, operation: Any) -> bool:
         plan.emit(operation, plan.locals(operation), REPLICATE)
         return True
     if operation.type == "SelectV2" and inputs[0].shape.rank == 0 and isinstance(placements[0], Replicate):
-        if any(isinstance(placement, Shard) for placement in placements) or not all(_fits(x, operation) for x in inputs[1:]):
+        if any(isinstance(placement, Shard) for placement in placements) or len({plan.rank(x) for x in inputs[1:]}) > 1:
             return False
         plan.emit(operation, [plan.local(inputs[0]), *map(plan.partial, inputs[1:])], PARTIAL)
         return True
