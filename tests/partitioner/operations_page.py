@@ -115,7 +115,9 @@ def _of_layers() -> set[str]:
     from keras_integration.test_every_layer import deterministic, random, training_of
 
     found: set[str] = set()
-    for make, inputs in [*deterministic().values(), *random().values()]:
+    images = np.ones([1, 8, 8, 3], "float32")
+    dilated = (lambda: keras.layers.DepthwiseConv2D(2, dilation_rate=2), images)
+    for make, inputs in [*deterministic().values(), *random().values(), dilated]:
         layer = make()
         training = training_of(layer)
         layer(inputs, **training)

@@ -626,6 +626,11 @@ _UNKNOWN = {
     "a convolution over a transposed batch": Case(
         lambda x: tf.nn.conv1d(tf.transpose(x)[..., None], tf.ones([3, 1, 1], x.dtype), 1, "SAME"), [row], [[S()]]
     ),
+    "a dilated depthwise convolution": Case(
+        lambda x, w: _gradients(lambda x, w: tf.nn.depthwise_conv2d(x, w, [1] * 4, "SAME", dilations=[2, 2]), x, w),
+        [("n", 6, 6, 2), (3, 3, 2, 2)],
+        [[S(), R], [P, R]],
+    ),
     "Softmax over the batch": Case(lambda x: tf.nn.softmax(tf.transpose(x)), [row], [[S()]]),
     "Sort": Case(lambda x: tf.sort(x, 0), [row], [[S()]]),
     "Unique": Case(lambda x: tf.unique(x)[0], [("n",)], [[S()]], [np.int32]),
