@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 import resource
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from raising import refuses
 from sharded_training import OPTIMIZERS, after_two_epochs, fit, go_on, made, on_one_device, rows, same, save, state, trained
 
 import tfrep_strategy as tfrep
+from tfrep_strategy.cluster.identity import inherited_environ
 from tfrep_strategy.errors import DesyncError
 from tfrep_strategy.strategies.variables import ShardedWeight
 
@@ -139,6 +142,49 @@ def test_four_processes_hold_what_one_cannot(worker_pool: Any) -> None:
     assert expected[1] < expected[0]
     for found in losses:
         np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+_STARVED = Path(__file__).parent / "scripts" / "too_little_memory.py"
+
+
+@pytest.mark.lane("sharded_training")
+@pytest.mark.parametrize("communicator", ["shared_memory", "tf"])
+def test_a_rank_without_memory_for_a_gather(communicator: str, tmp_path: Path) -> None:
+    """All ranks learn why within seconds, or of which rank: TensorFlow's own collectives end a process without memory."""
+    run = [
+        sys.executable,
+        "-m",
+        "tfrep_strategy.cli",
+        "run",
+        "-n",
+        "2",
+        "--communicator",
+        communicator,
+        "--log-dir",
+        f"{tmp_path}/logs",
+    ]
+    environ = inherited_environ() | {"PYTHONPATH": ":".join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": "-1"}
+    done = subprocess.run(
+        [*run, str(_STARVED), str(tmp_path)], env=environ, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode != 0
+    (of_rank_0, *own), log = sorted(tmp_path.glob("error-*.txt")), (tmp_path / "logs" / "rank1.log").read_text("utf-8")
+    seconds, _, told = of_rank_0.read_text("utf-8").partition("\n")
+    assert float(seconds) < 30
+    assert "PeerLostError: Rank 1 ended" in told
+    if communicator == "shared_memory":
+        assert "with ResourceExhaustedError" in told
+        assert "Unable to allocate 64.0 MiB" in own[0].read_text("utf-8")
+        assert "Not allocated: a tensor [67108928] uint8, 64 MiB." in log
+    else:
+        assert "memory ran out" in told
+        assert "bad_alloc" in log
+    (checkpoint,) = (tmp_path / "checkpoints").iterdir()
+    assert json.loads((checkpoint / "index.json").read_text("utf-8"))["epoch"] == 1
+    assert {path.name for path in checkpoint.iterdir()} == {
+        "index.json",
+        *(f"part-0000{i}-of-00002{end}" for i in (0, 1) for end in ("", ".json")),
+    }
 
 
 def test_each_layer_gathers_its_weights_again() -> None:

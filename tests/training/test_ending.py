@@ -32,7 +32,7 @@ print("ENDED " + json.dumps(tfrep.all_gather_object(n)))
 @pytest.mark.lane("quick")
 def test_a_request_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(ending, "_poller", None)
+    monkeypatch.setattr(ending, "_requests", None)
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         assert not tfrep.is_ending()

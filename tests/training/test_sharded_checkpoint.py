@@ -167,6 +167,48 @@ def test_two_processes(communicator: str, worker_pool: Any, tmp_path: Path) -> N
         _same(found, _on_one_device("Adam"))
 
 
+class _Asks(keras.callbacks.Callback):
+    """Asks one rank to end, as a scheduler does."""
+
+    def __init__(self, is_asked: bool) -> None:
+        super().__init__()
+        self.is_asked = is_asked
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 1 and self.is_asked:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _ended(strategy: Any, folder: str, is_asked: bool) -> None:
+    with strategy.scope(), pytest.raises(SystemExit) as ended:
+        _fit(_model(), _Asks(is_asked), Checkpoint(folder, restore=True), epochs=10_000)
+    assert ended.value.code == 128 + signal.SIGTERM
+
+
+def test_a_request_to_end(tmp_path: Path) -> None:
+    """SIGTERM is answered by a checkpoint, in the middle of an epoch, too."""
+    _ended(_mirrored(2), str(tmp_path), is_asked=True)
+    with _mirrored(3).scope():
+        model = _model()
+        epoch, _ = Checkpoint.load(model, tmp_path)
+        assert _fit(model, Checkpoint(tmp_path, restore=True), epochs=epoch + 1) == [epoch]
+    alone = _model()
+    _fit(alone, epochs=epoch + 1)
+    _same(_state(model), _state(alone))
+
+
+def _ended_in_scope(strategy: Any, folder: str) -> tuple[int, int]:
+    _ended(_sharded(strategy), folder, is_asked=strategy.rank == 1)
+    with _sharded(strategy).scope():
+        return tuple(Checkpoint.load(_model(), folder))
+
+
+@pytest.mark.lane("sharded_training")
+def test_one_of_two_processes_is_asked_to_end(worker_pool: Any, tmp_path: Path) -> None:
+    first, second = worker_pool("shared_memory", 2).run(_ended_in_scope, str(tmp_path))
+    assert first == second >= (1, 0)
+
+
 def _errors_in_scope(strategy: Any, folder: str) -> list[str]:
     """Returns the errors of a rank: of a damaged checkpoint, and of one that rank 1 cannot write."""
     errors = []

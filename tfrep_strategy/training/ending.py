@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from tfrep_strategy.cluster.notices import is_asked_to_end, keep_requests
 from tfrep_strategy.strategies.groups import process_communicator
@@ -22,28 +23,37 @@ class _Status(NamedTuple):
     rounds: int
 
 
-class _Poller:
-    """Counts the calls between two looks. Their number is equal on all ranks."""
+class Requests:
+    """Sees requests to end on all ranks at once. It counts the calls between two looks, whose number is equal on all ranks.
 
-    def __init__(self) -> None:
+    Args:
+        gather: Returns the objects of all ranks, given that of this one.
+
+    Attributes:
+        is_ending: Whether a rank was asked to end.
+    """
+
+    def __init__(self, gather: Callable[[Any], Sequence[Any]]) -> None:
         self.is_ending = False
+        self._gather = gather
         self._left, self._rounds, self._last = 0, 1, time.monotonic()
 
     def ask(self) -> bool:
+        """Returns whether a rank was asked to end, as of the last look. All ranks call it equally often."""
         if self._left:
             self._left -= 1
             return self.is_ending
         now = time.monotonic()
         own = int(self._rounds * _SECONDS / max(now - self._last, 1e-6))
         own = max(1, min(own, _MOST_GROWTH * self._rounds))
-        statuses = process_communicator().all_gather_object(_Status(is_asked_to_end(), own))
+        statuses = self._gather(_Status(is_asked_to_end(), own))
         self._rounds = statuses[0].rounds
         self._left, self._last = self._rounds - 1, now
         self.is_ending = self.is_ending or any(status.is_asked for status in statuses)
         return self.is_ending
 
 
-_poller: _Poller | None = None
+_requests: Requests | None = None
 
 
 def is_ending() -> bool:
@@ -65,9 +75,9 @@ def is_ending() -> bool:
         ...         print("saves, and ends")
         ...         break
     """
-    global _poller
+    global _requests
     check_no_step("is_ending")
-    if _poller is None:
+    if _requests is None:
         keep_requests()
-        _poller = _Poller()
-    return _poller.ask()
+        _requests = Requests(lambda own: process_communicator().all_gather_object(own))
+    return _requests.ask()

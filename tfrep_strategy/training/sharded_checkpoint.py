@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tfrep_strategy.cluster.notices import answer_requests_to_end, end_as_asked
 from tfrep_strategy.errors import ConfigurationError, check_count, message
 from tfrep_strategy.keras_integration.finding import driver_of_model
 from tfrep_strategy.keras_integration.saving.model_files import is_local
@@ -20,6 +21,7 @@ from tfrep_strategy.keras_integration.saving.training_state import (
 )
 from tfrep_strategy.keras_integration.synchronous.saving import failing_together
 from tfrep_strategy.training.checkpoint_files import Index, Write, description, held_by, new_folder, whole_ones
+from tfrep_strategy.training.ending import Requests
 
 
 class CheckpointProgress(NamedTuple):
@@ -50,7 +52,7 @@ class ShardedCheckpoint(DeclaredCallback):
         save_freq: "epoch", or a number of batches.
         max_to_keep: The number of checkpoints to keep.
         restore: Whether `fit` continues from the newest checkpoint, if there is one. In the middle of an epoch it continues with
-            the next batch.
+            the next batch. After SIGTERM all ranks then save before the next step, and end with exit code 143.
 
     Raises:
         ConfigurationError: A setting cannot be used. When training begins: the model is not built, it trains on parameter servers,
@@ -79,6 +81,7 @@ class ShardedCheckpoint(DeclaredCallback):
         self.saves_training = restore
         self._epoch = self._done = self._since = 0
         self._saved: CheckpointProgress | None = None
+        self._requests: Requests | None = None
 
     @staticmethod
     def load(model: Any, folder: str | os.PathLike[str]) -> CheckpointProgress:
@@ -112,7 +115,7 @@ class ShardedCheckpoint(DeclaredCallback):
             raise ConfigurationError(message("Ranks save to different folders.", hint, folders=folders))
         _settle(self._group)
         self._epoch = self._done = self._since = 0
-        self._saved = None
+        self._saved = self._requests = None
         self.model._initial_epoch = None  # It may belong to an earlier `fit`.
         progress = _load_newest(self._group, self.model, self.folder) if self.saves_training else None
         if progress is not None:
@@ -120,12 +123,19 @@ class ShardedCheckpoint(DeclaredCallback):
             if progress.epoch < self.params["epochs"]:
                 self._group.resume(progress)
                 self._epoch, self._done = progress
+        if self.saves_training and self._group.strategy is not None:
+            self._requests = Requests(self._group.gather)
+            answer_requests_to_end()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         if epoch != self._epoch:
             self._epoch, self._done = epoch, 0
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self._requests is not None and self._requests.ask():
+            self._save(CheckpointProgress(self._epoch, batch))
+            _settle(self._group)
+            end_as_asked()
         # The end of the last batch is that of the epoch, so a checkpoint is made where the next batch begins.
         if self.save_freq != "epoch" and self._since >= int(self.save_freq):
             self._save(CheckpointProgress(self._epoch, batch))
