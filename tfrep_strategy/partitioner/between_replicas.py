@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -51,7 +51,7 @@ class _InBuckets(abc.ABC):
 
     def __init__(self, gradients: Gradients) -> None:
         self._gradients = gradients
-        self.groups: dict[str, GroupTransport] = {}
+        self.groups: Mapping[str, GroupTransport] = {}
 
     def sums(self, values: Values, gradients: Sequence[bool]) -> list[list[tf.Tensor]]:
         compression = self._gradients.compression()
@@ -220,10 +220,10 @@ class Groups:
         self._members, self._transports = members, transports
         order = sorted((replica, i, place) for i, group in enumerate(members) for place, replica in enumerate(group))
         self._places = [(i, place) for _, i, place in order]
-        self.devices = [transports[i].devices[place] for i, place in self._places]
-        self.logical_devices = [transports[i].logical_devices[place] for i, place in self._places]
+        self.devices: Sequence[str] = [transports[i].devices[place] for i, place in self._places]
+        self.logical_devices: Sequence[Sequence[str]] = [transports[i].logical_devices[place] for i, place in self._places]
 
-    def sums(self, values: Values, gradients: Sequence[bool]) -> list[list[tf.Tensor]]:
+    def sums(self, values: Values, gradients: Sequence[bool]) -> Values:
         return self._of_several(lambda transport, own: transport.sums(own, gradients), values)
 
     def scattered(self, values: Values) -> list[list[tf.Tensor]]:

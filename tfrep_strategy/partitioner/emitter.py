@@ -204,7 +204,7 @@ class Emitter:
         self._needed = {x.name for node in nodes for x in node.inputs} | {x.name for x in program.results}
         self._last = max((node.level for node in nodes), default=0)
         collectives = _by_level(node for node in _in_order_of_values(nodes) if isinstance(node, Collective))
-        self._collectives = {level: _by_group(members) for level, members in collectives.items()}
+        self._collectives = {level: list(_by_group(members).values()) for level, members in collectives.items()}
         plain = [node for node in nodes if isinstance(node, Node) and not node.talks]
         self._together = _by_level(_ControlFlow(node, compiled) for node in nodes if isinstance(node, Node) and node.talks)
         free = _free(plain, [x for x in program.arguments if x.dtype == tf.int32 and x.shape.rank == 0])
@@ -263,13 +263,17 @@ class Emitter:
                 results = segment(given, transport.devices[0], transport.logical_devices, 0)
                 for own in known:
                     own.update(zip([x.name for x in segment.outputs], results, strict=True))
-            for group, collectives in self._collectives.get(level, {}).items():
-                self._communicate(collectives, known, transport.groups[group] if group else transport)
+            for collectives in self._collectives.get(level, ()):
+                self._communicate(collectives, known, transport)
             for together in self._together.get(level, ()):
                 together.run(known, transport)
         return [[own[x.name] for x in self._program.results] for own in known]
 
-    def _communicate(self, collectives: Sequence[Collective], known: list[dict[str, Any]], transport: Transport) -> None:
+    def _communicate(self, collectives: Sequence[Collective], known: list[dict[str, Any]], of_all: Transport) -> None:
+        """Lets the replicas of a group communicate, and adds the results to the values on each replica."""
+        group = collectives[0].group
+        transport: GroupTransport = of_all.groups[group] if group else of_all
+
         def note(tensor: Tensor, results: Sequence[tf.Tensor]) -> None:
             for own, result in zip(known, results, strict=True):
                 if tf.is_symbolic_tensor(result):
@@ -306,7 +310,7 @@ class Emitter:
             elif each.kind == "shared":
                 note(each.outputs[0], [first[0]] * len(known))
             elif each.kind == "call":
-                for tensor, results in zip(each.outputs, zip(*transport.called(each.function, values), strict=True), strict=True):
+                for tensor, results in zip(each.outputs, zip(*of_all.called(each.function, values), strict=True), strict=True):
                     note(tensor, results)
 
 

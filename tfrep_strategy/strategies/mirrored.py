@@ -233,8 +233,7 @@ class _Extended(SynchronousExtended, MirroredExtended):
 
     def _new_transport(self) -> Transport:
         transport = self._transport_of(range(self.num_local_replicas))
-        for axis, members in self.groups.items():
-            transport.groups[axis] = Groups(members, list(map(self._transport_of, members)))
+        transport.groups = {axis: Groups(each, list(map(self._transport_of, each))) for axis, each in self.groups.items()}
         return transport
 
     def _transport_of(self, replicas: Sequence[int]) -> WithinProcess:

@@ -250,17 +250,20 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
 
     def _new_transport(self) -> Transport:
         transport = self._between(self._communicator)
-        for axis, members in self.groups.items():
-            made = [self._communicator.subgroup(ranks) for ranks in members]
-            (own,) = (each for each in made if each is not None)
-            transport.groups[axis] = self._between(own)
+        transport.groups = {axis: self._between(self._own_of(groups)) for axis, groups in self.groups.items()}
         return transport
+
+    def _own_of(self, groups: Sequence[Sequence[int]]) -> Communicator:
+        """Makes groups of ranks. All ranks call it, and each gets the communicator of its own."""
+        made = [self._communicator.subgroup(ranks) for ranks in groups]
+        return next(each for each in made if each is not None)
 
     def _between(self, communicator: Communicator) -> BetweenProcesses:
         return BetweenProcesses(communicator, self._device, self.of_gradients)
 
     def in_groups(self, shards: Shards) -> Shards:
-        group = self.transport.groups.get(MODEL, self.transport).communicator
+        transport: Any = self.transport
+        group = transport.groups.get(MODEL, transport).communicator
         return shards._replace(parts=(map_rows(lambda rows: gathered(rows, group), shards.parts[0]),))
 
     def rows_before(self, count: tf.Tensor) -> tf.Tensor:
