@@ -329,6 +329,51 @@ def test_a_layout_of_no_variable() -> None:
         model.fit(_X, _X[:, :1], verbose=0)
 
 
+@pytest.mark.lane("quick")
+def test_two_layouts_for_one_variable() -> None:
+    layouts = LayoutMap(DeviceMesh((1, 4), ["batch", "model"]))
+    layouts["d/ker.*"], layouts[".*/kernel"] = (None, "model"), ("model", None)
+    set_distribution(ModelParallel(layout_map=layouts))
+    with refuses(ValueError, told=["d/kernel", "multiple"]):
+        keras.layers.Dense(8, name="d").build((None, 4))
+
+
+@pytest.mark.lane("quick")
+def test_an_assigned_variable_keeps_its_layout() -> None:
+    set_distribution(_model_parallel(2, 2))
+    layer = keras.layers.Dense(16, name="into")
+    layer.build((None, 8))
+    value = np.arange(128, dtype="float32").reshape(8, 16)
+    layer.kernel.assign(value)
+    np.testing.assert_array_equal(layer.kernel, value)
+    parts = layer.kernel.value.values
+    for (row, column), part in zip(itertools.product((0, 4), (0, 8)), parts, strict=True):
+        np.testing.assert_array_equal(part, value[row : row + 4, column : column + 8])
+
+
+@pytest.mark.lane("quick")
+def test_layouts_of_tensors_change_no_value() -> None:
+    """Those of outputs, as a map may name them, and those that `distribute_tensor` is given."""
+
+    class Placed(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            current = keras.distribution.distribution()
+            if current is None:
+                return x
+            layout = keras.distribution.TensorLayout(["batch", "model"], current.device_mesh)
+            return keras.distribution.distribute_tensor(x, layout)
+
+    def predicted() -> np.ndarray:
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.layers.Dense(8, "relu", name="into"), Placed(), keras.layers.Dense(4, name="out")])
+        return model.predict(_X, verbose=0)
+
+    expected, layouts = predicted(), LayoutMap(DeviceMesh((2, 2), ["batch", "model"]))
+    layouts[".*into/kernel"], layouts[".*into/output"] = (None, "model"), ("batch", "model")
+    set_distribution(ModelParallel(layout_map=layouts, batch_dim_name="batch"))
+    np.testing.assert_allclose(predicted(), expected, rtol=1e-6, atol=1e-6)
+
+
 _PROGRAM = """
 import sys
 import keras, numpy as np
