@@ -10,35 +10,29 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import AfterValidator, Field
+from pydantic import BeforeValidator, Field
 
 from tfrep_strategy.cluster.flight_recorder import LONGEST_LINE, MOST_LINES, Whereabouts
 from tfrep_strategy.cluster.rendezvous.channel import Schema
 from tfrep_strategy.core.calls import Call
 from tfrep_strategy.core.validation import MOST_RANKS
-from tfrep_strategy.errors import DesyncError, message
+from tfrep_strategy.errors import DesyncError, is_count, message
 
 _NAMED = 8
 """The number of ranks that a message names one by one."""
 
 
-@dataclass(frozen=True)
-class _Following:
-    """A range, as `channel.write` writes it."""
-
-    start: Annotated[int, Field(ge=0)]
-    stop: Annotated[int, Field(le=MOST_RANKS)]
-
-
 def _group(found: Any) -> Sequence[int]:
     """Reads a group from a message."""
-    return range(found.start, found.stop) if isinstance(found, _Following) else found
+    numbers = [found.get("start"), found.get("stop")] if isinstance(found, dict) else found
+    if not isinstance(numbers, list) or not all(is_count(each, 0, MOST_RANKS) for each in numbers):
+        raise ValueError("no group")
+    return range(*numbers) if isinstance(found, dict) else tuple(numbers)
 
 
-Group = Annotated[_Following | Annotated[tuple[int, ...], Field(max_length=MOST_RANKS)], AfterValidator(_group)]
+Group = Annotated[Any, BeforeValidator(_group)]
 """The ranks of a group, from `group_of`."""
 
 
