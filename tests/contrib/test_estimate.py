@@ -87,11 +87,37 @@ def test_parts_of_slots_and_other_settings() -> None:
 
 
 @pytest.mark.lane("launchers")
-@pytest.mark.parametrize(("net", "replicas"), [("dense", 1), ("dense", 2), ("convnet", 1), ("lstm", 1), ("embedding", 2)])
-def test_a_step_takes_less(net: str, replicas: int, tmp_path: Path) -> None:
-    """TensorFlow counts the bytes of tensors on a CPU with oneDNN, those of 256 KB and more, and what it rounds them up to."""
-    found, file = _estimate(net, replicas=replicas), tmp_path / "peak.json"
-    done = _run("run", "-n", str(replicas), _SCRIPT, net, PEAK_FILE=str(file), TF_ENABLE_ONEDNN_OPTS="1")
+def test_parts_of_weights() -> None:
+    (into, wide, out), biases = (a * b for a, b in _DENSE["kernels"]), sum(_DENSE["biases"])
+    sharded = _estimate("dense", "", "weights", replicas=4)["exact"]
+    assert sharded["weights"] == 4 * ((into + wide) // 4 + out + biases), "those of less than 64 KiB stay whole"
+    assert sharded["gradients"] == 4 * ((into + wide + out + 2 * 1024) // 4 + 3), "of ten numbers a replica has three"
+    assert sharded["optimizer"] == 2 * sharded["gradients"] + _SCALARS
+    layouts = _estimate("dense", "", "layouts", replicas=4)
+    held = 4 * ((into + wide + 1024) // 4 + out + 1024 + 10)
+    assert layouts["exact"]["weights"] == layouts["exact"]["gradients"] == held
+    assert layouts["exact"]["optimizer"] == 2 * held + _SCALARS
+    assert layouts["examples_of_replica"] == layouts["batch_size"] == 1024
+    done = _run("estimate", "-n", "1", _SCRIPT, "dense", "", "weights")
+    assert "The script shards weights, of which one replica has all. Received: replicas=1" in done.stderr
+
+
+@pytest.mark.lane("launchers")
+@pytest.mark.parametrize(
+    ("net", "setting", "replicas", "communicator"),
+    [
+        ("dense", "", 1, "auto"), ("dense", "", 2, "auto"), ("convnet", "", 1, "auto"), ("lstm", "", 1, "auto"),
+        ("embedding", "", 2, "auto"), ("many words", "", 2, "tf"), ("dense", "weights", 2, "tf"), ("dense", "layouts", 2, "auto"),
+    ],
+)  # fmt: skip
+def test_a_step_takes_less(net: str, setting: str, replicas: int, communicator: str, tmp_path: Path) -> None:
+    """TensorFlow counts the bytes of tensors on a CPU with oneDNN, those of 256 KB and more, and what it rounds them up to.
+
+    It does not count what travels through shared memory.
+    """
+    found, file = _estimate(net, "", setting, replicas=replicas), tmp_path / "peak.json"
+    options = ["-n", str(replicas), "--communicator", communicator]
+    done = _run("run", *options, _SCRIPT, net, "", setting, PEAK_FILE=str(file), TF_ENABLE_ONEDNN_OPTS="1")
     assert done.returncode == 0, done.stderr
     peak = json.loads(file.read_text("utf-8"))
     assert 0 < peak <= found["upper_bound"]["total"]

@@ -78,8 +78,8 @@ def estimate(
         The numbers, in bytes, as `--json` prints them.
 
     Raises:
-        ConfigurationError: There is no such script, a number cannot be used, the script has traced no step, or its weights are
-            sharded.
+        ConfigurationError: There is no such script, a number cannot be used, the script has traced no step, or it shards weights
+            and has one replica.
         TfrepError: The script has failed before.
 
     Example:
@@ -101,8 +101,9 @@ def estimate(
         done = subprocess.run(command, env=environ, stdout=sys.stderr.fileno(), check=False)
         found = json.loads(path.read_text("utf-8")) if path.exists() else None
     if found and "shards_weights" in found:
-        hint = "estimate the script without shard_weights and layouts; divide the weights, slots and gradients that are split."
-        raise ConfigurationError(message("Steps whose weights are sharded are not estimated.", hint, script=target))
+        raise ConfigurationError(
+            message("The script shards weights, of which one replica has all.", hint="use --replicas 2 or more.", replicas=replicas)
+        )
     if found:
         return dict(found)
     if done.returncode:

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfrep_strategy.cluster.environments import Environment, register_environment
 from tfrep_strategy.communicators import SingleCommunicator, register_communicator
-from tfrep_strategy.communicators.sharding import Even, Owned, owners
+from tfrep_strategy.communicators.sharding import Along, Cut, Even, Owned, owners
 from tfrep_strategy.core.calls import user_line
 from tfrep_strategy.core.tf import BaseResourceVariable, DistributedVariable, UninitializedVariable
 from tfrep_strategy.keras_integration.synchronous.optimizer import is_by_elements
@@ -84,10 +84,9 @@ def run(replicas: int, memory: int | None, result: Path, program: Sequence[str],
     def end(traced: OneDeviceTrace, batch: int | None) -> NoReturn:
         with tf.init_scope():
             rows = batch or _rows_of_fit(traced.strategy)
-            if traced.shards_weights:
-                found: dict[str, Any] = {"shards_weights": True}
-            else:
-                found = {} if rows is None else Needs(traced, rows, replicas).report(memory)
+            found: dict[str, Any] = {} if rows is None else {"shards_weights": True}
+            if rows is not None and (replicas > 1 or not traced.shards_weights):
+                found = Needs(traced, rows, replicas).report(memory)
         result.write_text(json.dumps(found and {"line": user_line(), **found}), "utf-8")
         sys.stdout.flush()
         sys.stderr.flush()
@@ -121,7 +120,7 @@ class _Slot(NamedTuple):
     whole: int
     shape: tuple[int, ...]
     kind: str
-    cut: Even | Owned | None
+    cut: Cut | None
     optimizer: Any
 
 
@@ -138,8 +137,11 @@ class Needs:
         self._step, self._batch, self._replicas = traced.step, batch, replicas
         plan = self._step.plan
         assert plan is not None, "steps are traced while they are heard of"
-        self._footprint = functools.cache(lambda rows: footprint(plan, self._step.graph, rows * replicas, replicas))
-        self._rows = -(-batch // replicas)
+        extended = traced.strategy.extended
+        shares = 1 if extended.takes_whole_batch else replicas  # Layouts may leave each replica all rows of a batch.
+        bucket = extended.bucket_bytes_for([])
+        self._footprint = functools.cache(lambda rows: footprint(plan, self._step.graph, rows * shares, replicas, bucket))
+        self._rows = -(-batch // shares)
         there = gc.get_objects()
         optimizers = [x for x in there if issubclass(type(x), keras.optimizers.Optimizer) and x.built]
         self._slots = list(_slots(optimizers))
@@ -197,7 +199,7 @@ class Needs:
 
     @property
     def _accumulators(self) -> int:
-        return sum(each.whole for each in self._slots if each.kind == "accumulator")
+        return sum(_part(each, self._replicas) for each in self._slots if each.kind == "accumulator")
 
     @property
     def _is_sharded(self) -> bool:
@@ -209,8 +211,8 @@ class Needs:
         dealt: list[int] = []
         for each in self._slots:
             is_whole = not is_sharded or self._replicas == 1 or (self._is_sharded and each.cut is None)
-            if each.kind != "slot" or is_whole:
-                held += each.whole
+            if each.kind != "slot" or is_whole or isinstance(each.cut, Along):
+                held += _part(each, self._replicas)
             elif is_by_elements(each.optimizer):
                 held += Even(each.shape, self._replicas).part_shape.num_elements() * each.whole // math.prod(each.shape)
             elif isinstance(each.cut, Owned):
@@ -266,6 +268,12 @@ def _slots(optimizers: Iterable[Any]) -> Iterable[_Slot]:
             kind = "accumulator" if id(variable) in accumulators else "whole" if is_whole else "slot"
             cut = variable.value.cut if isinstance(variable.value, PartVariable) else None
             yield _Slot(_bytes(variable), tuple(variable.shape), kind, cut, optimizer)
+
+
+def _part(slot: _Slot, replicas: int) -> int:
+    """Returns the bytes that a replica has of a variable that is cut evenly, or along an axis; of all of another one."""
+    is_cut = replicas > 1 and isinstance(slot.cut, (Along, Even)) and slot.whole
+    return slot.cut.part_shape.num_elements() * slot.whole // math.prod(slot.shape) if is_cut and slot.cut else slot.whole
 
 
 def _bytes(variable: Any) -> int:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import collections
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tfrep_strategy.partitioner import marks
-from tfrep_strategy.partitioner.placements import Items, Offset, Rows, Shard, is_number
+from tfrep_strategy.partitioner.placements import OF_LAYOUT, WHOLE, Items, Offset, Partial, Parts, Rows, Shard, is_number
 from tfrep_strategy.partitioner.planner import Planner, in_order
 from tfrep_strategy.partitioner.program import SAME_BITS
 from tfrep_strategy.partitioner.rules.row_loops import origin
@@ -26,6 +26,10 @@ _IN_PLACE = frozenset({
     "TensorListPushBack", "TensorListResize", "TensorListSetItem",
 })  # fmt: skip
 """Operations whose first output has the buffer of their first input."""
+
+_PADS = ("Pad", "PadV2")
+_SHAPE_AGAIN = ("Identity", "Reshape", *_PADS)
+"""Operations that bring a gradient into the shape in which replicas get their parts of it."""
 
 _WRITE = frozenset({"AssignAddVariableOp", "AssignSubVariableOp", "AssignVariableOp"})
 _FEW = 1024
@@ -73,7 +77,7 @@ class _Buffer:
             self.whole.read(now)
 
 
-def footprint(plan: Planner, graph: Any, batch: int, replicas: int) -> Footprint:
+def footprint(plan: Planner, graph: Any, batch: int, replicas: int, bucket_bytes: int = 0) -> Footprint:
     """Finds what the tensors of a step need on the replica with the most rows.
 
     Args:
@@ -81,6 +85,7 @@ def footprint(plan: Planner, graph: Any, batch: int, replicas: int) -> Footprint
         graph: The traced step.
         batch: How many rows the global batch has.
         replicas: How many replicas share them.
+        bucket_bytes: The size of the buckets in which gradients of sharded weights travel.
 
     Returns:
         The bytes.
@@ -90,7 +95,7 @@ def footprint(plan: Planner, graph: Any, batch: int, replicas: int) -> Footprint
     walk.visit(plan, graph, dict(inputs))
     gradients, given = (sum(each.size for each in some) for some in (walk.gradients.values(), inputs.values()))
     updates = walk.written + given + (gradients if replicas > 1 else 0)  # The sums of gradients are there, too.
-    return Footprint(gradients, max(walk.peak(), updates), walk.guessed)
+    return Footprint(gradients, max(walk.peak(), updates) + walk.beside(bucket_bytes), walk.guessed)
 
 
 class _Walk:
@@ -105,11 +110,19 @@ class _Walk:
         gradients: Those that optimizers are given, by their ids.
         written: How many bytes of variables are written.
         guessed: How many tensors of more than a few bytes have a size that is not known.
+        gathered: How many bytes each value takes that is gathered from parts: what replicas send, and the tensor without padding.
+        unreduced: How many bytes each gradient takes of which a replica gets its part of the sum.
     """
 
     def __init__(self, batch: int, replicas: int) -> None:
         self._batch, self._replicas = batch, replicas
         self.buffers: list[_Buffer] = []
+        self.gathered: list[int] = []
+        self.unreduced: list[int] = []
+        self._cut: dict[str, int] = {}
+        """By the name of a gradient of which a replica gets its part of the sum: the bytes of the part."""
+        self._on_the_way: set[str] = set()
+        """The names of operations between such a gradient and the part."""
         self.gradients: dict[int, _Buffer] = {}
         self.written = self.guessed = self._count = 0
         self._made: dict[str, int] = {}
@@ -146,6 +159,8 @@ class _Walk:
             begin: How many operations have to run before, one after the other.
         """
         given_to_optimizers = {x.name for x in graph.get_collection(marks.APPLIED)}
+        if plan is not None and any(isinstance(plan.placement(x), Parts) for x in graph.inputs):
+            self._note_cut(plan, graph, given_to_optimizers)
         depths: dict[str, int] = {}
         for operation in in_order(graph):
             if operation.outputs and operation.outputs[0].name in names:
@@ -164,7 +179,9 @@ class _Walk:
                 self._count += 1
                 depths[operation.name] = depth + 1
                 self._add(plan, operation, own, names, (self._count, depth + 1))
-            self.gradients |= {id(names[x.name]): names[x.name] for x in operation.outputs if x.name in given_to_optimizers}
+            for x in (x for x in operation.outputs if x.name in given_to_optimizers):
+                found = _Buffer(self._cut[x.name]) if x.name in self._cut else names[x.name]
+                self.gradients[id(found)] = found
         last = self._count + 1, max(depths.values(), default=0) + 1
         for x in [*graph.inputs, *graph.outputs]:
             names[x.name].read(last)
@@ -174,8 +191,11 @@ class _Walk:
     ) -> None:
         """Adds an operation that calls no function, as the one of these numbers."""
         type_, mark = operation.type, marks.mark_of(operation)
-        for each in own:
+        is_on_the_way = operation.name in self._on_the_way
+        for each in own if not is_on_the_way else ():  # A gradient is sent as soon as it is there.
             each.read(now)
+        if plan is not None:
+            self._note_gathered(plan, operation)
         if bodies := plan.bodies.get(operation.name, ()) if plan is not None else ():
             beside = _Buffer(self._need_of_bodies(plan, operation, own, bodies))
             beside.begin = beside.end = now
@@ -188,8 +208,10 @@ class _Walk:
             is_gathered = mark == marks.SLICES and plan is not None and isinstance(plan.placement(operation.inputs[0]), Shard)
             if is_gathered and plan is not None and own[0].whole is None:
                 found = _Buffer(self._bytes(plan, plan.dims(operation.inputs[0]), tensor.dtype))
-                received = _Buffer(found.size)  # The rows of each replica, before they are one tensor.
-                for each in (found, received):
+                travelling = _Buffer(
+                    found.size + own[0].size
+                )  # The rows that a replica sends, and those of all, not yet one tensor.
+                for each in (found, travelling):
                     each.begin = each.end = now
                     self.buffers.append(each)
                 if self.gradients.pop(id(own[0]), None) is not None:  # The optimizer is given those of all replicas.
@@ -202,8 +224,8 @@ class _Walk:
                 found = own[0]
             elif type_.endswith("While") and tensor.dtype == tf.variant:
                 found = own[place]
-            elif type_ == "ReadVariableOp":
-                found = _Buffer()  # It is that of the variable.
+            elif type_ == "ReadVariableOp" or (is_on_the_way and type_ in _PADS):
+                found = _Buffer()  # It is that of the variable, or of a bucket.
             else:
                 found = self.new(plan, tensor, now, largest)
                 found.is_constant = is_constant and tensor.dtype != tf.variant
@@ -223,6 +245,42 @@ class _Walk:
             most = max(most, *itertools.accumulate(changes[place] for place in sorted(changes)), 0)
         return most + sum(each.size for each in self.buffers if each.is_constant)
 
+    def beside(self, bucket_bytes: int) -> int:
+        """Returns what values of sharded weights need: the two largest that are gathered, and gradients in buckets.
+
+        Args:
+            bucket_bytes: The size of a bucket.
+        """
+        largest = max(self.unreduced, default=0)
+        in_bucket = min(sum(self.unreduced), bucket_bytes + largest)
+        return sum(sorted(self.gathered)[-2:]) + 2 * in_bucket  # The gradients, and what is sent of them.
+
+    def _note_cut(self, plan: Planner, graph: Any, given_to_optimizers: Collection[str]) -> None:
+        """Notes gradients of which a replica gets its part of the sum."""
+        for operation in graph.get_operations():
+            if marks.mark_of(operation) != marks.OWN_ROW or not isinstance(plan.placement(operation.inputs[0]), Partial):
+                continue
+            self._on_the_way.add(operation.name)
+            source = operation.inputs[0]
+            while source.name not in given_to_optimizers and source.op.type in _SHAPE_AGAIN:
+                self._on_the_way.add(source.op.name)
+                source = source.op.inputs[0]
+            self.unreduced.append(self._size(plan, operation.inputs[0]))
+            if source.name in given_to_optimizers:
+                self._cut[source.name] = self._size(plan, operation.outputs[0])
+
+    def _note_gathered(self, plan: Planner, operation: Any) -> None:
+        """Notes the values in parts that an operation needs whole."""
+        if marks.mark_of(operation) is not None or operation.type in _WRITE or operation.type == "ReadVariableOp":
+            return
+        if any(isinstance(plan.placement(x), Parts) for x in operation.outputs):
+            return
+        for x in operation.inputs:
+            placement = plan.placement(x)
+            if isinstance(placement, Parts) and x.dtype != tf.resource:
+                copies = 1 if placement.replicas * placement.width == placement.elements else 2
+                self.gathered.append(copies * placement.replicas * placement.width * int(x.dtype.size))
+
     # Sizes.
 
     def _size(self, plan: Planner | None, tensor: Any, at_least: int = 0) -> int:
@@ -231,6 +289,8 @@ class _Walk:
             dims = None if tensor.shape.rank is None else tensor.shape.as_list()
             return self._bytes(plan, dims, tensor.dtype, at_least=at_least)
         placed = plan.values[tensor.name].placement if tensor.name in plan.values else None
+        if isinstance(placed, Parts):
+            return placed.width * int(tensor.dtype.size)
         return self._bytes(plan, plan.dims(tensor), tensor.dtype, placed if isinstance(placed, Shard) else None, at_least)
 
     def _bytes(self, plan: Planner | None, dims: Any, dtype: tf.DType, shard: Shard | None = None, at_least: int = 0) -> int:
@@ -252,7 +312,9 @@ class _Walk:
             return size.per_row * self._batch + size.more
         if not isinstance(size, Rows):
             return int(size) if is_number(size) else None
-        beside = {} if plan is None else {rows: total for total, rows in plan.beside.items()}
+        if size.rows == OF_LAYOUT:
+            return size.per_row * self._replicas
+        beside = {} if plan is None else {rows: total for total, rows in plan.beside.items()} | {WHOLE: self._batch}
         total = beside.get(size.rows) if size.rows else self._batch
         return None if total is None else size.per_row * total
 

@@ -21,6 +21,19 @@ if setting == "sharded":
     import tfrep_strategy as tfrep
 
     tfrep.MultiWorkerStrategy(shard_optimizer_state=True)
+elif setting == "weights":
+    import tfrep_strategy as tfrep
+
+    tfrep.MultiWorkerStrategy(shard_optimizer_state=True, shard_weights=True)
+elif setting == "layouts":
+    import tfrep_strategy as tfrep
+
+    tfrep.enable_keras_distribution()
+    devices = keras.distribution.list_devices()
+    layouts = keras.distribution.LayoutMap(keras.distribution.DeviceMesh((1, len(devices)), ["batch", "model"], devices))
+    layouts["sequential/dense/kernel"], layouts["sequential/dense/bias"] = (None, "model"), ("model",)
+    layouts["sequential/dense_1/kernel"] = ("model", None)
+    keras.distribution.set_distribution(keras.distribution.ModelParallel(layout_map=layouts, batch_dim_name="batch"))
 if net == "convnet":
     shape, count, optimizer = (48, 48, 3), 32, keras.optimizers.SGD(0.1, momentum=0.9, **settings)
     hidden = [
@@ -32,9 +45,10 @@ if net == "convnet":
     ]
 elif net == "lstm":
     shape, count, optimizer, hidden = (20, 32), 2048, keras.optimizers.Adam(**settings), [layers.LSTM(128)]
-elif net == "embedding":
-    shape, count, optimizer = (24,), 512, keras.optimizers.Adam(**settings)
-    hidden = [layers.Embedding(20_000, 64), layers.GlobalAveragePooling1D()]
+elif net in ("embedding", "many words"):  # The latter gathers much more than the weights take.
+    words, count = (20_000, 512) if net == "embedding" else (1_000, 4096)
+    shape, optimizer = (24,), keras.optimizers.Adam(**settings)
+    hidden = [layers.Embedding(words, 64), layers.GlobalAveragePooling1D()]
 else:
     shape, count, optimizer = (512,), 1024, keras.optimizers.Adam(**settings)
     hidden = [layers.Dense(1024, "relu") for _ in range(2)]
