@@ -27,7 +27,12 @@ class Cut(abc.ABC):
     Args:
         shape: The shape of the whole tensor, which is fully known.
         size: The number of replicas.
+
+    Attributes:
+        part_shape: The shape of a part.
     """
+
+    part_shape: tf.TensorShape
 
     def __init__(self, shape: Any, size: int) -> None:
         self.shape = tf.TensorShape(shape)
