@@ -272,8 +272,9 @@ def _slots(optimizers: Iterable[Any]) -> Iterable[_Slot]:
 
 def _part(slot: _Slot, replicas: int) -> int:
     """Returns the bytes that a replica has of a variable that is cut evenly, or along an axis; of all of another one."""
-    is_cut = replicas > 1 and isinstance(slot.cut, (Along, Even)) and slot.whole
-    return slot.cut.part_shape.num_elements() * slot.whole // math.prod(slot.shape) if is_cut and slot.cut else slot.whole
+    if replicas == 1 or not slot.whole or not isinstance(slot.cut, (Along, Even)):
+        return slot.whole
+    return int(slot.cut.part_shape.num_elements()) * slot.whole // math.prod(slot.shape)
 
 
 def _bytes(variable: Any) -> int:

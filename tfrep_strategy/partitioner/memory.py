@@ -246,10 +246,13 @@ class _Walk:
         return most + sum(each.size for each in self.buffers if each.is_constant)
 
     def beside(self, bucket_bytes: int) -> int:
-        """Returns what values of sharded weights need: the two largest that are gathered, and gradients in buckets.
+        """Finds what values of sharded weights need: the two largest that are gathered, and gradients in buckets.
 
         Args:
             bucket_bytes: The size of a bucket.
+
+        Returns:
+            The bytes.
         """
         largest = max(self.unreduced, default=0)
         in_bucket = min(sum(self.unreduced), bucket_bytes + largest)

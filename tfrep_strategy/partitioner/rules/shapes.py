@@ -170,9 +170,8 @@ def reshape(plan: Planner, operation: Any) -> None:
     if _is_reshaped_to_itself(plan, x, wanted):
         plan.put_same(operation, x)
         asked: Any = plan.sizes_of(wanted)
-        plan.known_dims[operation.outputs[0].name] = [
-            a if d is None and a != -1 else d for d, a in zip(plan.dims(x) or (), asked, strict=True)
-        ]
+        pairs = zip(plan.dims(x) or (), asked, strict=True)
+        plan.known_dims[operation.outputs[0].name] = [a if d is None and a != -1 else d for d, a in pairs]
         return
     if not isinstance(placement, Shard):
         whole = plan.replicated(wanted)
