@@ -1,8 +1,8 @@
 """Memory and step time of a rank whose weights are sharded: `tfrep run -n N -m benchmarks.sharded_weights`.
 
 Prints what each rank takes beyond what it has taken before the model is made: after that, and at most in steps. glibc returns
-freed memory at once with `MALLOC_MMAP_THRESHOLD_=262144`. With `--turns` it prints the step time of whole weights, of sharded state and
-of sharded weights instead, whose models train in turns.
+freed memory at once with `MALLOC_MMAP_THRESHOLD_=262144`. With `--turns` it prints the step time of whole weights, of sharded
+state and of sharded weights instead, whose models train in turns.
 """
 
 from __future__ import annotations

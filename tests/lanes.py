@@ -58,10 +58,10 @@ WARNINGS = (
     "error",
     "default::ResourceWarning",
     # This package warns of what is slow, or may be a mistake; tests that are about a warning expect it by themselves.
-    "ignore:Operations of a step have no rule",
+    "ignore:Operations of a step cannot be split",
     "ignore:Steps run eagerly",
     "ignore:The tensors of a batch have different numbers of rows",
-    "ignore:The processes of this run talk through",
+    "ignore:This run uses the communicator",
     "ignore:`[a-z_]+` got a model made outside",
     # Keras, of data that end or cannot be shuffled, and of a file that has other variables.
     "ignore:Your input ran out of data",

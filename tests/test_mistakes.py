@@ -124,7 +124,7 @@ def _too_large(strategy: Any) -> None:
 _IN_A_PROGRAM: dict[str, tuple[Callable[[Any], Any], type[Exception], list[str]]] = {
     "logical CPUs, late": (
         lambda strategy: tfrep.use_logical_cpus(7), ValueError,
-        ["TensorFlow is already initialized", "call use_logical_cpus before TensorFlow is used."],
+        ["TensorFlow is already initialized", "call use_logical_cpus before TensorFlow is used; in a notebook, restart"],
     ),
     "the scope forgotten": (
         lambda strategy: _fit(_compiled(tf.distribute.get_strategy(), _model())), UserWarning,

@@ -245,6 +245,7 @@ def test_the_bounds_are_those_of_pip():
 def test_another_keras_backend_is_refused_at_first_use(fresh, tmp_path):
     said = _outside(fresh, "other_backend.py", tmp_path).splitlines()[-1]
     assert "TensorFlow backend" in said
+    assert "[TFREP-E001]" in said
     assert "KERAS_BACKEND=tensorflow" in said
 
 

@@ -43,7 +43,7 @@ CODES = {
     "TFREP-E020": "Ranks were given different data.",
     "TFREP-E021": "Ranks make different variables, or shuffle in different orders.",
     "TFREP-E022": "Variables of replicas differ.",
-    "TFREP-E023": "Operations have no rule for rows.",
+    "TFREP-E023": "Operations of a step cannot be split among replicas.",
     "TFREP-E024": "No backup in the folder is whole.",
 }
 """The codes of errors and warnings that `docs/troubleshooting.md` explains, each with what happened. A code keeps its meaning."""

@@ -48,11 +48,11 @@ def table(folder: Path) -> str:
 
 
 SHARED = pytest.param("shared_memory", marks=pytest.mark.skipif(not SHARES_MEMORY, reason="needs shared memory"))
-ALL = pytest.mark.parametrize("communicator", ["tf", SHARED, pytest.param("horovod-eager", marks=needs_horovod)])
+ALL = ["tf", SHARED, pytest.param("horovod", marks=needs_horovod), pytest.param("horovod-eager", marks=needs_horovod)]
 
 
 @pytest.mark.lane("faults")
-@ALL
+@pytest.mark.parametrize("communicator", ALL)
 @pytest.mark.parametrize(("kind", "line"), [("python", "time.sleep(SECONDS)"), ("io", "with open(folder")])
 def test_a_rank_that_does_not_come(communicator: str, kind: str, line: str, tmp_path: Path) -> None:
     """It is in Python code, or waits for a file. The other one waits in native code."""
@@ -79,9 +79,10 @@ def test_a_rank_that_does_not_come(communicator: str, kind: str, line: str, tmp_
 
 
 @pytest.mark.lane("faults")
-def test_ranks_in_different_collectives(tmp_path: Path) -> None:
+@pytest.mark.parametrize("communicator", ["tf", pytest.param("horovod", marks=needs_horovod)])
+def test_ranks_in_different_collectives(communicator: str, tmp_path: Path) -> None:
     """Over shared memory they would be refused at once."""
-    output = run("tf", "order", tmp_path)
+    output = run(communicator, "order", tmp_path)
     hang = read_hang(tmp_path / "logs")
     assert hang is not None
     assert hang.what == f"Only some of the ranks 0, 1 called a collective in which others have waited for {LIMIT} seconds."

@@ -143,7 +143,7 @@ def test_what_would_make_it_fit() -> None:
 def test_scripts_that_cannot_be_estimated(tmp_path: Path) -> None:
     done = _run("estimate", _SCRIPT, "nothing")
     assert done.returncode == 2
-    assert "The script has ended without a training step" in done.stderr
+    assert "The script ended without a training step" in done.stderr
     failing = tmp_path / "fails.py"
     failing.write_text("raise SystemExit(3)\n", "utf-8")
     done = _run("estimate", str(failing))
@@ -154,7 +154,7 @@ def test_scripts_that_cannot_be_estimated(tmp_path: Path) -> None:
 @pytest.mark.lane("quick")
 def test_settings_that_are_refused() -> None:
     for text in ("16 XB", "", "-1GB", "0GB", "GB"):
-        with pytest.raises(ConfigurationError, match="This is no size of memory. Received: memory="):
+        with pytest.raises(ConfigurationError, match="This is not a size of memory. Received: memory="):
             estimated.bytes_of(text)
     assert estimated.bytes_of("16gb") == 16 * 10**9
     assert estimated.bytes_of("80GiB") == 80 << 30

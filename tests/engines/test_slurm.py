@@ -157,5 +157,5 @@ def test_a_job_that_is_warned_starts_again_and_ends_as_if_undisturbed(slurm: Clu
     check_fits(text, alone["fits"])
     assert "asked to end. A backup was made" in text
     assert "The ranks ended with exit code 143." in text
-    assert "fit goes on from its backup" in text
+    assert "fit resumes from its backup" in text
     assert "The ranks ended with exit code 0." in text

@@ -48,7 +48,7 @@ def test_a_failure_is_told_once_until_something_is_written(capfd: pytest.Capture
         writes.start(f"Backup {number}", write)
         assert writes.wait() == (write is not fail)
     said = capfd.readouterr().err
-    assert re.findall(r"tfrep: Backup (\d) was not written: \[Errno 28\] full\nAn older one is as it was", said) == ["0", "3"]
+    assert re.findall(r"tfrep: Backup (\d) was not written: \[Errno 28\] full\nThe backup before it is kept", said) == ["0", "3"]
 
 
 def test_an_exception_waits_and_stays(capfd: pytest.CaptureFixture[str]) -> None:

@@ -151,8 +151,8 @@ def test_model_parallel(axes: tuple[int, int], optimizer: str) -> None:
     set_distribution(_model_parallel(*axes))
     model, found = _fitted(optimizer)
     tf.nest.map_structure(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5), found, expected)
-    kernel = model.get_layer("into").kernel.value
-    assert [part.shape for part in kernel.values] == [(8, 16 // (axes[0] * axes[1]))] * (axes[0] * axes[1])
+    kernel, (batch, split) = model.get_layer("into").kernel.value, axes
+    assert [part.shape for part in kernel.values] == [(8 // batch, 16 // split)] * (batch * split)
     assert kernel.shape == (8, 16)
 
 
@@ -260,6 +260,53 @@ def test_a_custom_loop(axes: tuple[int, int]) -> None:
     np.testing.assert_allclose(_loop(), expected, rtol=1e-5)
 
 
+_ON_A_MESH = """
+import os
+import keras
+import numpy as np
+from keras_integration.test_distribution import _fitted, _model_parallel
+
+keras.distribution.initialize()
+keras.distribution.set_distribution(_model_parallel(2, 2))
+model, found = _fitted("adam, clipped")
+print([part.shape.as_list() for part in model.get_layer("into").kernel.value.values])
+np.savez(f"found{os.getpid()}.npz", *found["loss"], *found["weights"], found["predicted"])
+"""
+
+
+@pytest.mark.lane("sharded_training")
+@pytest.mark.parametrize("transport", ["shared_memory", "tf", "horovod"])
+def test_a_mesh_of_processes(transport: str, tmp_path: Path) -> None:
+    _, expected = _fitted("adam, clipped")
+    script = tmp_path / "script.py"
+    script.write_text(_ON_A_MESH)
+    command = [sys.executable, "-m", "tfrep_strategy.cli", "run", "-n", "4", "--communicator", transport, str(script)]
+    environ = inherited_environ() | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=2 * _LIMIT, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "[[4, 8]]" in run.stdout
+    right = [*expected["loss"], *expected["weights"], expected["predicted"]]
+    files = list(tmp_path.glob("*.npz"))
+    assert len(files) == 4
+    for file in files:
+        with np.load(file) as found:
+            for value, wanted in zip(found.values(), right, strict=True):
+                np.testing.assert_allclose(value, wanted, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.lane("quick")
+def test_a_mesh_whose_rows_are_shared_by_all() -> None:
+    """Groups of replicas that have the same rows are consecutive, and no replica has a part of the optimizer's state alone."""
+    second = ModelParallel(layout_map=LayoutMap(DeviceMesh((2, 2), ["model", "batch"])), batch_dim_name="batch")
+    with pytest.warns(UserWarning, match="(?s)'model': 2, 'batch': 2.*name the axis of the batch first"):
+        set_distribution(second)
+    set_distribution(None)
+    with tfrep.MirroredStrategy(shard_optimizer_state=True).scope():
+        with pytest.warns(UserWarning, match="leave out shard_optimizer_state"):
+            set_distribution(_model_parallel(2, 2))
+        set_distribution(None)
+
+
 @pytest.mark.lane("quick")
 def test_layouts_that_do_not_fit() -> None:
     mesh = DeviceMesh((1, 4), ["batch", "model"])
@@ -280,6 +327,51 @@ def test_a_layout_of_no_variable() -> None:
     model.compile("sgd", "mse")
     with refuses(patterns=["no_such_layer/kernel"], hint="v.path"):
         model.fit(_X, _X[:, :1], verbose=0)
+
+
+@pytest.mark.lane("quick")
+def test_two_layouts_for_one_variable() -> None:
+    layouts = LayoutMap(DeviceMesh((1, 4), ["batch", "model"]))
+    layouts["d/ker.*"], layouts[".*/kernel"] = (None, "model"), ("model", None)
+    set_distribution(ModelParallel(layout_map=layouts))
+    with refuses(ValueError, told=["d/kernel", "multiple"]):
+        keras.layers.Dense(8, name="d").build((None, 4))
+
+
+@pytest.mark.lane("quick")
+def test_an_assigned_variable_keeps_its_layout() -> None:
+    set_distribution(_model_parallel(2, 2))
+    layer = keras.layers.Dense(16, name="into")
+    layer.build((None, 8))
+    value = np.arange(128, dtype="float32").reshape(8, 16)
+    layer.kernel.assign(value)
+    np.testing.assert_array_equal(layer.kernel, value)
+    parts = layer.kernel.value.values
+    for (row, column), part in zip(itertools.product((0, 4), (0, 8)), parts, strict=True):
+        np.testing.assert_array_equal(part, value[row : row + 4, column : column + 8])
+
+
+@pytest.mark.lane("quick")
+def test_layouts_of_tensors_change_no_value() -> None:
+    """Those of outputs, as a map may name them, and those that `distribute_tensor` is given."""
+
+    class Placed(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            current = keras.distribution.distribution()
+            if current is None:
+                return x
+            layout = keras.distribution.TensorLayout(["batch", "model"], current.device_mesh)
+            return keras.distribution.distribute_tensor(x, layout)
+
+    def predicted() -> np.ndarray:
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.layers.Dense(8, "relu", name="into"), Placed(), keras.layers.Dense(4, name="out")])
+        return model.predict(_X, verbose=0)
+
+    expected, layouts = predicted(), LayoutMap(DeviceMesh((2, 2), ["batch", "model"]))
+    layouts[".*into/kernel"], layouts[".*into/output"] = (None, "model"), ("batch", "model")
+    set_distribution(ModelParallel(layout_map=layouts, batch_dim_name="batch"))
+    np.testing.assert_allclose(predicted(), expected, rtol=1e-6, atol=1e-6)
 
 
 _PROGRAM = """

@@ -183,7 +183,7 @@ def test_an_ordinary_program_repeats_nothing(program: Any, starts: Starts, capfd
     if undisturbed is not None:
         np.testing.assert_allclose(found, undisturbed, rtol=1e-6)
     said = capfd.readouterr().err
-    assert "begins anew" not in said
+    assert "starts from the beginning" not in said
     assert said.count("is not repeated") == 3
 
 
@@ -217,8 +217,8 @@ def test_a_program_that_leaves_out_what_is_done(starts: Starts, capfd: pytest.Ca
     assert starts.epochs == [0, 1], "the third fit had no backup"
     assert results() == undisturbed
     said = capfd.readouterr().err
-    assert said.count("fit goes on from its backup") == 1
-    assert said.count("fit 0 begins anew: its backup is of another fit (optimizer differ).") == 1
+    assert said.count("fit resumes from its backup") == 1
+    assert said.count("fit 0 starts from the beginning: its backup belongs to another fit (optimizer differ).") == 1
     assert "is not repeated" not in said
 
 

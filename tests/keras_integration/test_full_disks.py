@@ -84,7 +84,7 @@ def test_a_file_size_limit_is_an_error_and_costs_nothing(large_model: Any, tmp_p
     size = num_bytes(large_model)
     text = "larger than this process may write, and nothing was written. Received: path="
     _check(large_model, folder, tmp_path, lambda: limit_files(size // 2), errno.EFBIG, text)
-    text = "What was there is as it was. Received: path="  # Only HDF5 knows how large the file becomes.
+    text = "The file that was there is unchanged. Received: path="  # Only HDF5 knows how large the file becomes.
     _check(large_model, folder, tmp_path, lambda: limit_files(size + 100), errno.EFBIG, text)
 
 

@@ -15,7 +15,7 @@ from keras import layers, ops
 
 import tfrep_strategy as tfrep
 
-_MIXES = "no rule for rows"
+_MIXES = "cannot be split among replicas"
 _X = np.random.default_rng(0).normal(size=(11, 6)).astype("float32")
 
 
@@ -182,7 +182,7 @@ def _computed_again(x: Any) -> Any:
 @pytest.mark.parametrize("function", [ops.silu, _reversed_on_the_way_back, _computed_again])
 def test_gradients_of_each_row_are_left_alone(function: Callable[[Any], Any]) -> None:
     expected, _ = _trained(contextlib.nullcontext(), _in_a_loop, function)
-    found, told = _trained(tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).scope(), _in_a_loop, function, warning="no rule for rows")
+    found, told = _trained(tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).scope(), _in_a_loop, function, warning=_MIXES)
     keras.tree.map_structure(lambda f, e: np.testing.assert_allclose(f, e, rtol=2e-5, atol=2e-6), found, expected)
     assert not told
 
@@ -191,7 +191,7 @@ def test_gradients_of_each_row_are_left_alone(function: Callable[[Any], Any]) ->
 def test_a_loop_behind_mixed_rows(settings: dict[str, Any]) -> None:
     given: Any = _in_a_loop, lambda x: x - ops.mean(x, 0)
     expected, _ = _trained(contextlib.nullcontext(), *given, **settings)
-    found, told = _trained(tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).scope(), *given, warning="no rule for rows", **settings)
+    found, told = _trained(tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).scope(), *given, warning=_MIXES, **settings)
     keras.tree.map_structure(lambda f, e: np.testing.assert_allclose(f, e, rtol=2e-5, atol=2e-6), found, expected)
     assert not told
 

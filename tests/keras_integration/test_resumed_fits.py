@@ -310,7 +310,7 @@ def test_a_resumed_fit(
     capfd.readouterr()
     resumed = run(None)
     told = capfd.readouterr().err
-    assert told.count("fit goes on from its backup") == 1, told
+    assert told.count("fit resumes from its backup") == 1, told
     assert f", batch {PROGRAMS[program][1] + 1}." in told
     assert told.count("It is not repeated.") == (program in BEGIN_WITH_A_FINISHED_FIT), told
     for found, expected in zip(resumed, undisturbed, strict=True):

@@ -119,7 +119,7 @@ def test_weights_that_were_swapped_at_the_end_of_an_epoch(
     with pytest.raises(SystemExit):
         trained(batches)
     np.testing.assert_allclose(trained(100)[0], undisturbed[0], rtol=1e-6)
-    assert f"fit goes on from its backup: epoch {batches // 2}, batch {batches % 2}." in capfd.readouterr().err
+    assert f"fit resumes from its backup: epoch {batches // 2}, batch {batches % 2}." in capfd.readouterr().err
 
 
 class Dies(keras.callbacks.Callback):
@@ -165,7 +165,7 @@ def test_rows_of_a_csv_file_are_those_of_the_undisturbed_run(
     assert len(Path("log.csv").read_text().splitlines()) == place[0] + 3
     assert rows() == undisturbed
     epoch, batch = place
-    assert f"fit goes on from its backup: epoch {epoch}, batch {batch}." in capfd.readouterr().err
+    assert f"fit resumes from its backup: epoch {epoch}, batch {batch}." in capfd.readouterr().err
 
 
 def test_a_file_of_weights_alone(tmp_path: Path) -> None:
@@ -288,6 +288,6 @@ def test_who_is_backed_up(number: int, tmp_path: Path, monkeypatch: pytest.Monke
         monkeypatch.setenv("TFREP_BACKUP_DIR", str(tmp_path / "run"))
         assert train(tmp_path, keras.Sequential, own) == []  # The program does so itself, and removes it at the end.
         assert train(tmp_path, OwnStep, []) == []
-        assert "the model is not built before fit, so that this fit has no backup" in capfd.readouterr().err
+        assert "the model is not built before fit, so this fit has no backup" in capfd.readouterr().err
         assert train(tmp_path, keras.Sequential, []) == ["latest.weights.h5", "progress", "training_metadata.json"]
         assert tf.distribute.get_strategy() is strategy

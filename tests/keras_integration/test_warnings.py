@@ -73,8 +73,8 @@ def test_warnings_of_this_package_name_the_line_that_calls_fit() -> None:
     with tfrep.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
         model = MixedInALoop([keras.Input((2,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
-    with pytest.warns(UserWarning, match="no rule for rows") as told:
+    with pytest.warns(UserWarning, match="cannot be split among replicas") as told:
         model.fit(X, X[:, :1], verbose=0)
-    (warning,) = [each for each in told if "no rule for rows" in str(each.message)]
+    (warning,) = [each for each in told if "cannot be split among replicas" in str(each.message)]
     assert warning.filename == __file__
     assert "model.fit" in linecache.getline(warning.filename, warning.lineno)

@@ -1,7 +1,7 @@
 """Writes docs/operations.md, which tells for each type of operation what replicas do.
 
-Call it with `python tests/partitioner/operations_page.py`. It traces the operations, layers, losses, metrics and optimizers of
-Keras, with gradients, which takes a minute.
+Call it with `python tests/partitioner/operations_page.py`. It traces the operations, layers, losses, metrics, optimizers and
+quantizers of Keras, with gradients, which takes a minute.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _HEAD = """\
 
 A step is traced as the step of one device. Each operation of it has a type, and replicas share its work if there is a rule for
 that type ([how](architecture.md#a-step-of-one-device)). This page lists the types that Keras {keras} emits with
-TensorFlow {tensorflow}: its operations, layers, losses, metrics and optimizers, with their gradients. It lists the other types
-that have a rule, too. `tests/partitioner/operations_page.py` writes it.
+TensorFlow {tensorflow}: its operations, layers, losses, metrics, optimizers and quantizers, with their gradients. It lists the
+other types that have a rule, too; a type that is not listed has none. `tests/partitioner/operations_page.py` writes it.
 
 * **rule**: each replica computes its rows. Some rules send something small, such as a maximum.
 * **on purpose**: every replica computes all rows, for the reason that stands there. A warning names the operation.
@@ -115,7 +115,9 @@ def _of_layers() -> set[str]:
     from keras_integration.test_every_layer import deterministic, random, training_of
 
     found: set[str] = set()
-    for make, inputs in [*deterministic().values(), *random().values()]:
+    images = np.ones([1, 8, 8, 3], "float32")
+    dilated = (lambda: keras.layers.DepthwiseConv2D(2, dilation_rate=2), images)
+    for make, inputs in [*deterministic().values(), *random().values(), dilated]:
         layer = make()
         training = training_of(layer)
         layer(inputs, **training)
@@ -206,6 +208,14 @@ def _of_optimizers() -> set[str]:
     return found
 
 
+def _of_quantizers() -> set[str]:
+    quantize, rows = keras.quantizers.fake_quant_with_min_max_vars, np.ones([4, 3], "float32")
+    ranges = np.float32(-1), np.float32(1)
+    of_channels = [np.full(3, each, "float32") for each in ranges]
+    by_channel = _emitted(lambda x: quantize(x, *of_channels, axis=-1), [rows])
+    return by_channel | _emitted(lambda x: quantize(x, *ranges), [rows])
+
+
 def collected() -> dict[str, set[str]]:
     """Returns the types that each part of Keras emits."""
     return {
@@ -214,6 +224,7 @@ def collected() -> dict[str, set[str]]:
         "losses": _of_losses(),
         "metrics": _of_metrics(),
         "optimizers": _of_optimizers(),
+        "quantizers": _of_quantizers(),
     }
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfrep_strategy.core.tf import trace
+from tfrep_strategy.partitioner.between_replicas import Groups
 from tfrep_strategy.partitioner.placements import Partial, Placement, Shard
 from tfrep_strategy.partitioner.step import Given, PartitionedStep
 from tfrep_strategy.partitioner.values import OwnRows
@@ -24,6 +25,7 @@ class Together:
     def __init__(self, size: int) -> None:
         self.size, self.devices, self.logical_devices = size, ["CPU:0"] * size, [["CPU:0"]] * size
         self.rounds = self.gathers = 0
+        self.groups: dict[str, Any] = {}
 
     def sums(self, values: Sequence[Sequence[tf.Tensor]], gradients: Sequence[bool]) -> list[list[tf.Tensor]]:
         self.rounds += 1
@@ -132,6 +134,61 @@ def differences(
         for got, right in zip(own, wanted, strict=True):
             worst = max(worst, difference(got.numpy(), right.numpy()))
     return worst, step, transport
+
+
+def on_mesh(
+    function: Callable[..., Any],
+    values: Sequence[np.ndarray],
+    of_model: Sequence[Placement | None],
+    counts: Sequence[int],
+    model_size: int,
+    is_open: bool = True,
+) -> tuple[float, PartitionedStep]:
+    """Compares a function on a mesh of replicas with one device.
+
+    Args:
+        function: Of tensors.
+        values: Its arguments.
+        of_model: How each is placed along the axis of the model; None for one with the rows of the batch.
+        counts: How many rows the replicas have at each place along the axis of the batch.
+        model_size: How many replicas there are at each of these places.
+        is_open: Whether the trace knows no number of rows.
+
+    Returns:
+        The largest difference of a result on a replica, and the planned step.
+    """
+    specs = [
+        tf.TensorSpec([None if is_open and placement is None else value.shape[0], *value.shape[1:]], value.dtype)
+        for value, placement in zip(values, of_model, strict=True)
+    ]
+    graph = trace("step", function, specs, {})
+    given = [Given(Shard(0)) if placement is None else Given(of_model=placement) for placement in of_model]
+    given += [Given(is_whole=x.dtype != tf.resource) for x, _ in graph.captures]
+    groups, replicas = len(counts), len(counts) * model_size
+    step, transport = PartitionedStep(graph, given, replicas, replicas, model_size=model_size), Together(replicas)
+    within = [range(first, first + model_size) for first in range(0, replicas, model_size)]
+    across = [range(place, replicas, model_size) for place in range(model_size)]
+    transport.groups = {
+        "model": Groups(within, [Together(model_size) for _ in within]),
+        "batch": Groups(across, [Together(groups) for _ in across]),
+    }
+    starts, rows, inputs = np.cumsum([0, *counts]), [], []
+    for replica in range(replicas):
+        group, place = divmod(replica, model_size)
+        rows.append(OwnRows(*map(tf.constant, (int(starts[group]), counts[group], int(starts[-1]), replica))))
+        own = [
+            value[starts[group] : starts[group + 1]]
+            if placement is None
+            else np.split(value, model_size, placement.axis)[place]
+            if isinstance(placement, Shard)
+            else value
+            for value, placement in zip(values, of_model, strict=True)
+        ]
+        inputs.append([*map(tf.constant, own), *(outer for outer, _ in graph.captures)])
+    wanted = tf.nest.flatten(function(*map(tf.constant, values)))
+    results = step.run(rows, inputs, transport)
+    worst = max(difference(got.numpy(), right.numpy()) for own in results for got, right in zip(own, wanted, strict=True))
+    return worst, step
 
 
 def difference(got: Any, right: Any) -> float:

@@ -52,7 +52,7 @@ def test_a_drawn_program(seed: int) -> None:
     expected = _outcome(program)
     for replicas in (2, 3):
         with tfrep.MirroredStrategy([f"CPU:{i}" for i in range(replicas)]).scope(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "(?s).*no rule for rows")
+            warnings.filterwarnings("ignore", "(?s).*cannot be split among replicas")
             found = _outcome(program)
         _check(expected, found, f"TFREP_DRAWN_SEED={seed} TFREP_DRAWN=1, {replicas} replicas", program)
 
@@ -71,25 +71,29 @@ class _DrawnLayouts(keras.distribution.ModelParallel):
         seed: The axes are drawn from this.
     """
 
-    def __init__(self, batch: int, seed: int) -> None:
-        mesh = keras.distribution.DeviceMesh((batch, 2 // batch), ["batch", "model"], ["cpu:0", "cpu:1"])
+    def __init__(self, axes: tuple[int, int], seed: int) -> None:
+        devices = [f"cpu:{i}" for i in range(axes[0] * axes[1])]
+        mesh = keras.distribution.DeviceMesh(axes, ["batch", "model"], devices)
         super().__init__(layout_map=keras.distribution.LayoutMap(mesh), batch_dim_name="batch")
-        self._draw, self._names = random.Random(seed), ("batch", "model")[batch == 1]
+        self._draw, self._names = random.Random(seed), [name for name, size in zip(mesh.axis_names, axes, strict=True) if size > 1]
 
     def get_variable_layout(self, variable: Any) -> Any:
         axes = [axis for axis, size in enumerate(variable.shape) if size and size % 2 == 0]
-        split = self._draw.choice([*axes, None]) if axes else None
-        layout = [self._names if axis == split else None for axis in range(len(variable.shape))]
+        layout: list[str | None] = [None] * len(variable.shape)
+        for name in self._names:
+            if axes and (split := self._draw.choice([*axes, None])) is not None:
+                layout[split] = name
+                axes.remove(split)
         return getattr(variable, "_layout", None) or keras.distribution.TensorLayout(layout, self.device_mesh)
 
 
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("axes", [(1, 2), (2, 1), (2, 2)])
 @pytest.mark.parametrize("seed", range(SEED, SEED + MANY))
-def test_drawn_layouts(seed: int, batch: int) -> None:
+def test_drawn_layouts(seed: int, axes: tuple[int, int]) -> None:
     tfrep.enable_keras_distribution()
     program = drawn(seed)
     expected = _outcome(program)
-    with _DrawnLayouts(batch, seed).scope(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "(?s).*no rule for rows")
+    with _DrawnLayouts(axes, seed).scope(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "(?s).*cannot be split among replicas")
         found = _outcome(program)
-    _check(expected, found, f"TFREP_DRAWN_SEED={seed} TFREP_DRAWN=1, layouts, batch axis {batch}", program)
+    _check(expected, found, f"TFREP_DRAWN_SEED={seed} TFREP_DRAWN=1, layouts, mesh {axes}", program)

@@ -6,14 +6,16 @@ M. Shoeybi et al., arXiv:1909.08053, section 3: one all-reduce for each block of
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
-from partitioner.replicas import differences
+from partitioner.replicas import differences, on_mesh
 
+from tfrep_strategy.partitioner import marks
 from tfrep_strategy.partitioner.placements import OF_LAYOUT, PARTIAL, REPLICATE, Placement, Shard
 from tfrep_strategy.partitioner.program import Collective
 
@@ -94,6 +96,42 @@ def test_a_block(name: str, replicas: int) -> None:
         sent = _sent(step)
         assert sent.count("sum") == sums
         assert function is backward or "gather" not in sent, "only gradients are wanted whole here"
+
+
+@pytest.mark.parametrize("counts", [[3, 2], [3, 0, 2]])
+@pytest.mark.parametrize("name", _BLOCKS)
+def test_a_block_on_a_mesh(name: str, counts: Sequence[int]) -> None:
+    """Replicas with the same rows send what they send without others; those with other rows add up their gradients."""
+    block, x, weights, along = _BLOCKS[name]
+
+    def gradients(x: Any, *weights: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch([x, *weights])
+            loss = tf.reduce_mean(block(x, *weights) ** 2)
+        of_rows, *found = tape.gradient(loss, [x, *weights])
+        return [loss, of_rows, *(found if tf.executing_eagerly() else map(marks.gradient, found))]
+
+    for function, sums in ((lambda x, *weights: [block(x, *weights)], 1), (gradients, 2)):
+        difference, step = on_mesh(function, [x, *weights], [None, *(each(2) for each in along)], counts, model_size=2)
+        assert difference < 1e-6
+        assert not step.without_rule
+        sent = Counter((each.group, each.kind) for each in step.nodes if isinstance(each, Collective))
+        assert sent["model", "sum"] == sums
+        assert sent["batch", "gradient"] == (len(weights) if function is gradients else 0)
+
+
+def _in_a_loop(x: Any, into: Any, bias: Any, out: Any) -> Any:
+    for _ in tf.range(3):
+        x = x + tf.where(tf.reduce_sum(x) > 0.0, _mlp(x, into, bias, out), 2.0 * x)
+    return [x, tf.reduce_sum(x, 0)]
+
+
+def test_a_loop_on_a_mesh() -> None:
+    """A loop whose body sends along both axes."""
+    looped = tf.autograph.experimental.do_not_convert(lambda *given: tf.function(_in_a_loop)(*given))
+    difference, step = on_mesh(looped, [_X, *_MLP], [None, *(each(2) for each in _BLOCKS["a whole bias"][3])], [3, 2], model_size=2)
+    assert difference < 1e-5
+    assert not step.without_rule
 
 
 def _vocabulary(x: Any, table: Any, labels: Any) -> Any:

@@ -71,6 +71,10 @@ def _u_shaped() -> Any:
     return keras.Model(given, _K.Dense(10)(_K.Flatten()(joined)))
 
 
+def _quantized(x: Any) -> Any:
+    return keras.quantizers.fake_quant_with_min_max_vars(x, -1.0, 1.0)
+
+
 class Contrastive(keras.Model):
     """Compares each row with all others: each replica compares its own rows with all."""
 
@@ -100,6 +104,7 @@ _STEPS = {
     "depthwise": _Step(
         lambda: _sequential(_K.SeparableConv2D(8, 3), _K.GroupNormalization(2), _K.GlobalMaxPooling2D()), 1, _SCALARS
     ),
+    "quantized": _Step(lambda: _sequential(_K.Flatten(), _K.Dense(64), _K.Lambda(_quantized)), 1, _SCALARS),
     "u": _Step(_u_shaped, 1, _SCALARS),
     # Of the table of words, slices and their numbers.
     "transformer": _Step(_transformer, 1, _SCALARS + _ROWS // _REPLICAS * 4 * (16 + 1), (12,), "int32"),

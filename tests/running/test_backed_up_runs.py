@@ -65,7 +65,7 @@ def test_a_run_that_is_killed_inside_epochs_ends_as_one_device(kind: str, undist
     assert said.count("Each fit resumes from its last backup.") == 1
     assert "this fit was finished before. It is not repeated." in said
     # The kill may come before the last backup is on the disk.
-    assert re.search("fit goes on from its backup: epoch 1, batch [45].", said)
+    assert re.search("fit resumes from its backup: epoch 1, batch [45].", said)
 
 
 def test_a_run_that_is_lost_twice_at_one_step(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_who_is_asked_to_end_makes_a_backup_first(who: str, undisturbed: list[An
     assert "started again" not in said
     output, said = ended(run, tmp_path)  # A later start of the same run.
     check(fits_in(output), undisturbed)
-    assert "fit goes on from its backup: epoch 2" in said
+    assert "fit resumes from its backup: epoch 2" in said
     assert list((tmp_path / "backups").iterdir()) == []
 
 
@@ -110,7 +110,7 @@ def test_a_slow_backup_has_the_grace_time(tmp_path: Path) -> None:
     _, said = ended([*run, "5"], tmp_path, -signal.SIGTERM, TFREP_BACKUP_SECONDS="1000")
     assert "asked to end. A backup was made: epoch 2, batch 0." in said
     output, said = ended([*run, "0"], tmp_path)
-    assert "fit goes on from its backup: epoch 2, batch 0." in said
+    assert "fit resumes from its backup: epoch 2, batch 0." in said
     assert found_in(output) == [{"epochs": [2]}]
     _, said = ended([*run, "5"], tmp_path, -signal.SIGTERM, TFREP_BACKUP_SECONDS="1000", TFREP_GRACE="2")
     assert "A backup was made" not in said

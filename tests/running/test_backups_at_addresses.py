@@ -62,7 +62,7 @@ def test_a_killed_run_goes_on_from_a_bucket(bucket: dict[str, str], undisturbed:
     output, said = ended([*run, json.dumps(["self", signal.SIGKILL, [[1, 1, 1, 5]]])], tmp_path, **bucket)
     check(fits_in(output), undisturbed)
     assert "Each fit resumes from its last backup." in said
-    assert "fit goes on from its backup: epoch" in said
+    assert "fit resumes from its backup: epoch" in said
     assert said_by(LISTS, "gs://bucket/run", **bucket)[0] == "False\n"
     assert list(tmp_path.iterdir()) == []
 
@@ -74,4 +74,4 @@ def test_a_later_start_goes_on_from_a_bucket(bucket: dict[str, str], undisturbed
     assert said_by(LISTS, "gs://bucket/later", **bucket)[0] == "True\n"
     output, said = ended(run, tmp_path, **bucket)
     check(fits_in(output), undisturbed)
-    assert re.search("fit goes on from its backup: epoch [23]", said)
+    assert re.search("fit resumes from its backup: epoch [23]", said)

@@ -67,9 +67,9 @@ def test_four_then_two_then_three_replicas(communicator: str, kind: str, tmp_pat
     alone = subprocess.run(one, env=environ(), capture_output=True, text=True, check=True, timeout=LIMIT)
     [found], [expected] = found_in(output), found_in(alone.stdout)
     assert found["replicas"] == 3
-    assert said.count("fit goes on from its backup: epoch ") == 2
+    assert said.count("fit resumes from its backup: epoch ") == 2
     assert "has ranks 2 to 3 of 4" not in said
-    assert "has rank 2 of 3." in said_there
+    assert "has rank 2 of 3; logs in " in said_there
     assert found["steps"] == expected["steps"]
     np.testing.assert_allclose(found["labels"], expected["labels"], rtol=1e-5, atol=1e-6)  # type: ignore[arg-type]
     if kind == "exact":

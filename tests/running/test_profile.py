@@ -179,7 +179,7 @@ def test_a_run_that_ends_while_it_is_profiled(tmp_path: Path) -> None:
         ("10:20", [SCRIPT, "2", "0"], 0, "ended before step 19, which was to be profiled. What was traced until then is kept.", 6),
         ("100:110", [SCRIPT, "2", "0"], 0, "ended before step 109, which was to be profiled. Nothing was traced.", 0),
         ("10:20", [SCRIPT, "3", "0", "fails"], 1, "fit failed while it was profiled. Traces from step 10 on: ", 6),
-        ("10:20", [str(SCRIPTS / "learns_nothing.py")], 0, "no step was profiled: the script has called no fit.", 0),
+        ("10:20", [str(SCRIPTS / "learns_nothing.py")], 0, "no step was profiled: the script did not call fit.", 0),
     ],
 )
 def test_runs_that_end_early(steps: str, arguments: list[str], exit_code: int, story: str, traced: int, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,9 +39,13 @@ def run(program: str, folder: Path, max_restarts: int) -> int:
     return 0
 
 
-def told(folder: Path) -> list[str]:
+def happened(folder: Path) -> list[dict[str, Any]]:
     """Returns what the run has told beside its logs."""
-    return [json.loads(line)["event"] for line in (folder / "logs" / "events.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "logs" / "events.jsonl").read_text().splitlines()]
+
+
+def told(folder: Path) -> list[str]:
+    return [each["event"] for each in happened(folder)]
 
 
 def starts(folder: Path, rank: int = 0) -> list[str]:
@@ -53,8 +58,11 @@ def on_rank_1(statement: str, at_most: int) -> str:
 import json, os, time
 restarts = int(os.environ["TFREP_RESTARTS"])
 print(restarts, flush=True)
+rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+with open(f"{{restarts}}-{{rank}}.pid", "w") as file:
+    file.write(str(os.getpid()))
 if restarts < {at_most}:
-    if json.loads(os.environ["TF_CONFIG"])["task"]["index"]:
+    if rank:
         {statement}
     time.sleep(60)
 """
@@ -80,10 +88,14 @@ def test_a_lost_rank_and_no_other_is_a_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TFREP_TIMEOUT", "2")  # A stopped rank is ended after half of it.
+    monkeypatch.chdir(tmp_path)
     assert run(on_rank_1(statement, at_most), tmp_path, max_restarts=2) == exit_code
     assert starts(tmp_path, 1) == seen, "the log goes on from one start to the next"
     lost = ["loss", "restart"] * (len(seen) - 1)
     assert told(tmp_path) == ["start", *lost, *(["loss"] if exit_code else []), "end"]
+    for start in (each for each in happened(tmp_path) if "pids" in each):
+        own = int((tmp_path / f"{start['number']}-1.pid").read_text())
+        assert dict(zip(start["ranks"], start["pids"], strict=True))[1] == own
     shown, said = capfd.readouterr()
     assert [line for line in shown.splitlines() if "[1]" in line] == [f"[1] {number}" for number in seen]
     assert len(re.findall(r"rank 1 (was lost|is stopped) \(.*\. All ranks are started again", said)) == len(seen) - 1

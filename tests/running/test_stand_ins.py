@@ -110,7 +110,7 @@ def test_a_strategy_of_the_run_takes_settings(run):
     def double(gradients):
         return [2.0 * gradient for gradient in gradients]
 
-    with pytest.warns(UserWarning, match="(?s)talk through the communicator .*`tfrep run --communicator horovod`"):
+    with pytest.warns(UserWarning, match="(?s)This run uses the communicator .*`tfrep run --communicator horovod`"):
         made = tfrep.MultiWorkerStrategy(
             "horovod", bucket_bytes=1 << 10, gradient_transformers=[double], shard_optimizer_state=True, compression="bf16"
         )

@@ -41,6 +41,16 @@ def test_a_healthy_script(kind: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.lane("launchers")
+@pytest.mark.parametrize("parts", ["1x4", "2x2", "sharded weights"])
+def test_a_script_whose_weights_are_in_parts(parts: str, tmp_path: Path) -> None:
+    script = str(SCRIPTS / "verified_parts.py")
+    told = _verified("-n", "4", "--strategy", "mirrored", script, parts, folder=tmp_path, exit_code=0)
+    assert "Nothing differs from one device." in told
+    assert re.search(r"Compared: 3 steps of 1 functions, up to [1-9]\d\d tensors in each.", told)
+    assert "Results and weights of 1 calls were compared." in told
+
+
 @pytest.mark.parametrize("kind", ["mirrored", *in_lane("launchers", "shared_memory", "tf")])
 def test_a_fault_in_a_step(kind: str, tmp_path: Path) -> None:
     script = str(SCRIPTS / "verified.py")

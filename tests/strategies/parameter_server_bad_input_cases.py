@@ -114,7 +114,7 @@ def _resolver(task_type: str | None = None, **jobs: list[str]) -> Any:
         (
             {"ps": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"]},
             {"sync": True, "replicas_to_aggregate": 2},
-            "workers to wait for",
+            "of at most 1 workers",
         ),
         ({"ps": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"]}, {"variable_partitioner": 3}, "partitioner"),
         ({"ps": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"]}, {"connect_timeout": 0}, "connect_timeout"),

@@ -213,7 +213,7 @@ def _with_data_of_its_own(strategy: Any) -> tuple[float, bool]:
         def adds(x: tf.Tensor) -> None:
             total.assign_add(tf.reduce_sum(x))
 
-        with pytest.warns(UserWarning, match="with other arguments"):
+        with pytest.warns(UserWarning, match="with different arguments"):
             adds(tf.ones([4]) * (strategy.rank + 1.0))
         return float(total), _partitioned(adds)
 

@@ -121,10 +121,10 @@ def test_a_name_that_no_layer_has():
 def test_bad_input():
     with refuses(devices=..., devices_per_replica=2):
         tfrep.MirroredStrategy(CPUS[:3], devices_per_replica=2)
-    with refuses(told=["1 logical device"], logical_device=1):
+    with refuses(told=["a replica has 1"], logical_device=1):
         tfrep.MirroredStrategy(CPUS[:2], keras_layer_placement={"encoder": 1})
     strategy = tfrep.MirroredStrategy(CPUS, devices_per_replica=2)
-    with refuses(told=["2 logical device"], logical_device=2), strategy.logical_device_for_variables(2):
+    with refuses(told=["a replica has 2"], logical_device=2), strategy.logical_device_for_variables(2):
         pass
 
     def step():
@@ -135,5 +135,5 @@ def test_bad_input():
         strategy.run(tf.function(step))
     with tfrep.logical_device(0):
         assert float(tf.ones([])) == 1.0
-    with refuses(told=["1 logical device"], logical_device=1), tfrep.logical_device(1):
+    with refuses(told=["a replica has 1"], logical_device=1), tfrep.logical_device(1):
         pass

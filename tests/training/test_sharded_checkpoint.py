@@ -301,11 +301,11 @@ def _save(model: Any, folder: Any, epoch: int = 0, **options: Any) -> None:
 
 
 @contextlib.contextmanager
-def _layouts(axis: int) -> Iterator[None]:
-    """Splits the kernel of the first layer between two devices."""
+def _layouts(mesh: tuple[int, int], layout: tuple[str | None, str | None]) -> Iterator[None]:
+    """Splits the kernel of the first layer between devices."""
     tfrep.enable_keras_distribution()
-    layouts = LayoutMap(DeviceMesh((1, 2), ["batch", "model"], list_devices()[:2]))
-    layouts[".*into/kernel"] = ("model", None) if axis == 0 else (None, "model")
+    layouts = LayoutMap(DeviceMesh(mesh, ["batch", "model"], list_devices()[: mesh[0] * mesh[1]]))
+    layouts[".*into/kernel"] = layout
     set_distribution(ModelParallel(layout_map=layouts))
     try:
         yield
@@ -358,28 +358,36 @@ def _variable(shape: tuple[int, ...], cut: Any) -> Any:
 def test_parts_are_found_in_the_parts_of_others(shape: tuple[int, ...]) -> None:
     whole = np.arange(math.prod(shape), dtype="int16").reshape(shape)
     cuts: list[Any] = [None, *(Even(shape, size) for size in (2, 3, 5)), *(Owned(shape, 3, owner) for owner in (0, 2))]
-    cuts += [Along(shape, size, axis) for axis, d in enumerate(shape) for size in (2, 4) if d and d % size == 0]
+    even = [axis for axis, d in enumerate(shape) if d and d % 2 == 0]
+    cuts += [Along(shape, (1, size), (None, axis)) for axis in even for size in (2, 4) if shape[axis] % size == 0]
+    cuts += [Along(shape, (2, 2), (across, within)) for across in (None, *even) for within in even if across != within]
 
     def parts(cut: Any) -> list[np.ndarray]:
         return [whole] if cut is None else [np.asarray(cut.part(tf.constant(whole), i)) for i in range(cut.size)]
 
     for has in cuts:
-        source = _variable(shape, has)
-        runs = [checkpoint_files._runs(source, i) for i in range(has.size if has else 1)]
-        sources = [checkpoint_files._bytes(part)[: each.size] for part, each in zip(parts(has), runs, strict=True)]
+        source, written = _variable(shape, has), []
+        for replica, part in enumerate(parts(has)):
+            if has is None or checkpoint_files._writes(source, 1, replica):
+                written += checkpoint_files._in_runs(source, replica, part)
+        assert sum(values.size for _, values in written) == whole.nbytes
         for wants in cuts:
             for replica, expected in enumerate(parts(wants)):
                 wanted = checkpoint_files._runs(_variable(shape, wants), replica)
-                found = np.zeros(wanted.size, np.uint8)
-                copied = [checkpoint_files._copy(*each, found, wanted, whole.nbytes) for each in zip(sources, runs, strict=True)]
-                assert sum(copied) == wanted.size
-                np.testing.assert_array_equal(found.view("int16"), expected.reshape(-1)[: wanted.size // 2])
+                size = sum(each.size for each in wanted)
+                found = np.zeros(size, np.uint8)
+                copied = checkpoint_files._copy_all([(values, runs) for runs, values in written], found, wanted, whole.nbytes)
+                assert copied == size
+                np.testing.assert_array_equal(found.view("int16"), expected.reshape(-1)[: size // 2])
 
 
 @pytest.mark.lane("sharded_training")
-@pytest.mark.parametrize("axis", [0, 1])
-def test_layouts_of_keras(axis: int, tmp_path: Path) -> None:
-    with _layouts(axis):
+@pytest.mark.parametrize(
+    ("mesh", "layout"),
+    [((1, 2), ("model", None)), ((1, 2), (None, "model")), ((2, 2), ("model", None)), ((2, 2), ("batch", "model"))],
+)
+def test_layouts_of_keras(mesh: tuple[int, int], layout: tuple[str | None, str | None], tmp_path: Path) -> None:
+    with _layouts(mesh, layout):
         model = _model()
         expected = _random(model, 1)
         assert [type(getattr(v.value, "cut", None)) for v in model.weights].count(Along) == 1
@@ -391,7 +399,7 @@ def test_layouts_of_keras(axis: int, tmp_path: Path) -> None:
             np.testing.assert_array_equal(a, b)
         expected = _random(model, 2)
         _save(model, tmp_path)
-    with _layouts(axis):
+    with _layouts(mesh, layout):
         model = _model()
         Checkpoint.load(model, tmp_path)
         for a, b in zip(_state(model), expected, strict=True):
@@ -446,7 +454,7 @@ def test_a_damaged_file_changes_nothing(damage: Callable[[Path], None], tmp_path
 
 
 @pytest.mark.lane("quick")
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 1, "parts": [{"runs": [1]}]}'])
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 2, "parts": [{"runs": [1]}]}'])
 def test_a_damaged_index(content: str, tmp_path: Path) -> None:
     model = _model()
     _save(model, tmp_path)

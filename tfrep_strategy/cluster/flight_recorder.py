@@ -290,8 +290,8 @@ RECORDER = Recorder()
 def flight_recorder() -> list[Collective]:
     """Returns the last collectives of this process: up to 1,000, the oldest first.
 
-    Collectives that TensorFlow runs itself, in a `tf.function` over TensorFlow's own transport, come first. Of these the recorder
-    knows how often each place in the program has begun one, and whether it runs now. Horovod runs those of a function unseen.
+    Collectives that TensorFlow runs itself, in a `tf.function` over TensorFlow's own transport or Horovod, come first. Of these the
+    recorder knows how often each place in the program has begun one, and whether it runs now.
 
     When a rank waits longer than `TFREP_TIMEOUT`, the error lists where all ranks are, and each rank writes its record beside the
     logs. `tfrep doctor --hang FOLDER` shows them.

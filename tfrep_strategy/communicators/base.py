@@ -443,7 +443,9 @@ class HostCommunicator(Communicator):
             rows, counts = arrays
             if counts.sum() != len(rows):
                 hint = "let the splits add up to the number of rows."
-                raise ConfigurationError(message("The splits are not all rows.", hint, rows=len(rows), splits=counts.tolist()))
+                raise ConfigurationError(
+                    message("The splits do not add up to the number of rows.", hint, rows=len(rows), splits=counts.tolist())
+                )
             return self.exchange_rows(rows, counts)
 
         rows, counts = self._call("all_to_all", "", exchange, tensors)

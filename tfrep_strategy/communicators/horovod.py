@@ -19,10 +19,16 @@ from tfrep_strategy.cluster.horovod.gloo import SECRET, horovod_server, new_secr
 from tfrep_strategy.cluster.rendezvous.connections import LOOPBACK, sockets_closed_in_children
 from tfrep_strategy.communicators.base import Communicator, carry, carry_moved, outside_xla, uncarry, uncarry_moved
 from tfrep_strategy.communicators.order import Order, structural_name
+from tfrep_strategy.communicators.peers.position import Position, sizes_of
 from tfrep_strategy.communicators.wire import Packed, from_ordered, to_ordered
 from tfrep_strategy.errors import ConfigurationError, message
 
 _TAKES_GROUPS = "HOROVOD_DYNAMIC_PROCESS_SETS"
+_KINDS = {
+    "allreduce": "all_reduce", "grouped_allreduce": "all_reduce", "allgather": "all_gather",
+    "reducescatter": "reduce_scatter", "alltoall": "all_to_all",
+}  # fmt: skip
+"""Horovod's names of collectives, and those of a communicator."""
 
 
 class HorovodCommunicator(Communicator):
@@ -68,6 +74,7 @@ class HorovodCommunicator(Communicator):
         self.rank, self.size = process_set.rank(), process_set.size()
         self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
         self._order = Order(f"tfrep_horovod_order_{process_set.process_set_id}", "CPU:0")
+        self.position = Position()
         self._ops = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max, "product": hvd.Product}
         if is_of_all and self.size > 1 and hvd.nccl_built():
             self._choose_memory(device or replica_device(self.local_rank))
@@ -124,10 +131,11 @@ class HorovodCommunicator(Communicator):
             "postscale_factor": 1.0,
         }
         for members in by_dtype.values():
+            brought = [tensors[i] for i in members]
             if len(members) == 1:
-                results = [self._call("allreduce", carried[members[0]], **options)]
+                results = [self._call("allreduce", carried[members[0]], brought, **options)]
             else:
-                results = self._call("grouped_allreduce", [carried[i] for i in members], **options)
+                results = self._call("grouped_allreduce", [carried[i] for i in members], brought, **options)
             for i, result in zip(members, results, strict=True):
                 reduced[i] = tf.ensure_shape(self._uncarried(result, tensors[i].dtype, op), tensors[i].shape)
         return reduced
@@ -142,7 +150,7 @@ class HorovodCommunicator(Communicator):
 
     def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
         tensor = tf.convert_to_tensor(tensor)
-        gathered = uncarry_moved(self._call("allgather", _carry_bytes(tensor)), tensor.dtype)
+        gathered = uncarry_moved(self._call("allgather", _carry_bytes(tensor), [tensor]), tensor.dtype)
         return tf.ensure_shape(gathered, [None, *tensor.shape[1:]])
 
     def reduce_scatter(self, tensor: tf.Tensor, op: str = "sum") -> tf.Tensor:
@@ -150,7 +158,7 @@ class HorovodCommunicator(Communicator):
         if op not in ("sum", "mean"):
             return super().reduce_scatter(tensor, op)
         options = {"reduce_op": self._ops["sum"], "prescale_factor": 1.0, "postscale_factor": 1.0}
-        result = self._call("reducescatter", carry(tensor, op), **options)
+        result = self._call("reducescatter", carry(tensor, op), [tensor], **options)
         return tf.ensure_shape(uncarry(result, tensor.dtype, op, self.size), [None, *tensor.shape[1:]])
 
     def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]:
@@ -161,33 +169,38 @@ class HorovodCommunicator(Communicator):
         if tf.executing_eagerly():
             # The monitor has compared the shapes. Horovod's ranks would negotiate each broadcast before it begins.
             packed = Packed(carried)
-            received = packed.unpack([self._call("broadcast", flat, root_rank=root) for flat in packed.flats])
+            received = packed.unpack([self._call("broadcast", flat, [flat], root_rank=root) for flat in packed.flats])
         else:
-            received = [self._call("broadcast", each, root_rank=root) for each in carried]
+            received = [self._call("broadcast", c, [t], root_rank=root) for c, t in zip(carried, tensors, strict=True)]
         return [tf.ensure_shape(uncarry_moved(value, t.dtype), t.shape) for value, t in zip(received, tensors, strict=True)]
 
     def all_to_all(self, tensor: tf.Tensor, splits: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         tensor = tf.convert_to_tensor(tensor)
-        rows, received = self._call("alltoall", _carry_bytes(tensor), splits=tf.cast(splits, tf.int32))
+        rows, received = self._call("alltoall", _carry_bytes(tensor), [tensor], splits=tf.cast(splits, tf.int32))
         return tf.ensure_shape(uncarry_moved(rows, tensor.dtype), [None, *tensor.shape[1:]]), received
 
-    def _call(self, kind: str, tensors: Any, **options: Any) -> Any:
+    def _call(self, kind: str, tensors: Any, brought: Sequence[tf.Tensor], **options: Any) -> Any:
+        """Runs one of Horovod's collectives. `brought` are the tensors of the caller, and `tensors` carry them."""
         group = self._process_set.process_set_id
         name = structural_name(f"group{group}.{kind}" if group else kind)
         operation = getattr(self._mpi, f"horovod_{kind}")
         options |= {"name": name, "ignore_name_scope": True, "process_set_id": group}
         with tf.device("CPU:0") if self._on_host else contextlib.nullcontext():
-            return self._run(operation, tensors, options)
+            if tf.executing_eagerly():
+                return operation(tensors, **options)
+            return self._run_in_graph(operation, _KINDS.get(kind, kind), tensors, brought, options)
 
-    def _run(self, operation: Any, tensors: Any, options: dict[str, Any]) -> Any:
-        if tf.executing_eagerly():
-            return operation(tensors, **options)
+    def _run_in_graph(self, operation: Any, kind: str, tensors: Any, brought: Sequence[tf.Tensor], options: dict[str, Any]) -> Any:
         # Horovod's operations are not marked as stateful. TensorFlow's optimizer would evaluate one whose inputs are constant,
         # and remove one whose result is unused, perhaps on this rank only.
         with outside_xla():
             start = self._order.zero()
-            sent = tf.nest.map_structure(lambda tensor: _no_constant(tensor, start), tensors)
+            entered = self.position.enter(kind, options["name"], brought, sizes_of(brought))
+            with tf.control_dependencies([] if entered is None else entered[:1]):
+                sent = tf.nest.map_structure(lambda tensor: _no_constant(tensor, start), tensors)
             result = tf.nest.map_structure(_opaque, operation(sent, **options))
+            if entered is not None:
+                self.position.leave(entered, tf.nest.flatten(result))
             # Horovod refuses two running collectives of one name. So a function is called again, and a loop continues, only after
             # all its collectives have ended. Within one call the names differ, and no collective waits for another.
             self._order.keep(result)

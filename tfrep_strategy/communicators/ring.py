@@ -315,7 +315,7 @@ class RingCommunicator(Communicator):
                 run_independently(result.op)
                 in_flight.append(result.op.name)
             if position is not None and entered is not None:
-                position.leave(entered, result)
+                position.leave(entered, [result])
             return _without_padding(result, given) if may_be_empty else result
 
     def _in_flight_here(self) -> collections.deque[str]:

@@ -27,7 +27,12 @@ class Cut(abc.ABC):
     Args:
         shape: The shape of the whole tensor, which is fully known.
         size: The number of replicas.
+
+    Attributes:
+        part_shape: The shape of a part.
     """
+
+    part_shape: tf.TensorShape
 
     def __init__(self, shape: Any, size: int) -> None:
         self.shape = tf.TensorShape(shape)
@@ -106,29 +111,45 @@ class Even(Cut):
 
 
 class Along(Cut):
-    """Equal parts along an axis.
+    """Equal parts along one or two axes, on a mesh of replicas.
 
     Args:
         shape: The shape of the tensor.
-        size: The number of replicas, which divides the axis.
-        axis: The axis.
+        mesh: The sizes of the axes of the mesh: the number of groups of replicas, and the number of replicas in each. Replicas of a
+            group are consecutive.
+        axes: The axis of the tensor that is cut along each axis of the mesh; None if all replicas along it hold the same. The size
+            of the mesh's axis divides it.
 
     Example:
-        >>> [Along([1, 4], 2, axis=1).part(tf.constant([[1, 2, 3, 4]]), rank).numpy().tolist() for rank in range(2)]
+        >>> [Along([1, 4], (1, 2), (None, 1)).part(tf.constant([[1, 2, 3, 4]]), rank).numpy().tolist() for rank in range(2)]
         [[[1, 2]], [[3, 4]]]
     """
 
-    def __init__(self, shape: Any, size: int, axis: int) -> None:
-        super().__init__(shape, size)
-        self.axis, self.width = axis, self.shape[axis] // size
-        self.part_shape = tf.TensorShape([self.width if i == axis else d for i, d in enumerate(self.shape)])
+    def __init__(self, shape: Any, mesh: tuple[int, int], axes: tuple[int | None, int | None]) -> None:
+        super().__init__(shape, mesh[0] * mesh[1])
+        self.mesh, self.axes = mesh, axes
+        widths = self.shape.as_list()
+        for size, axis in zip(mesh, axes, strict=True):
+            if axis is not None:
+                widths[axis] //= size
+        self.part_shape = tf.TensorShape(widths)
+
+    def begin(self, rank: int) -> list[int]:
+        """Returns the indices at which a replica's part begins."""
+        result = [0] * len(self.part_shape)
+        for place, axis in zip(divmod(rank, self.mesh[1]), self.axes, strict=True):
+            if axis is not None:
+                result[axis] = place * self.part_shape[axis]
+        return result
 
     def part(self, whole: Any, rank: int) -> Any:
-        begin = [rank * self.width if i == self.axis else 0 for i in range(len(self.shape))]
-        return tf.slice(tf.convert_to_tensor(whole), begin, self.part_shape)
+        return tf.slice(tf.convert_to_tensor(whole), self.begin(rank), self.part_shape)
 
     def joined(self, parts: Sequence[tf.Tensor]) -> tf.Tensor:
-        return tf.concat(list(parts), self.axis)
+        (_, size), (across, within) = self.mesh, self.axes
+        columns = [parts[place::size] for place in range(size)]
+        joined = [column[0] if across is None else tf.concat(list(column), across) for column in columns]
+        return joined[0] if within is None else tf.concat(joined, within)
 
     def gathered(self, part: tf.Tensor, communicator: Communicator) -> tf.Tensor:
         return self.joined(tf.unstack(communicator.all_gather_equal(part[tf.newaxis]), self.size))

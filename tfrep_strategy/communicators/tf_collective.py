@@ -188,7 +188,7 @@ class TensorFlowCommunicator(RingCommunicator):
             raise PeerError(
                 message(
                     f"No process answers at the address of rank {rank} ({error}).",
-                    hint="check that the address is right everywhere, and whom it takes (docs/security.md).",
+                    hint="check that all ranks have the right address, and which peers it accepts (docs/security.md).",
                     address=addresses[rank],
                 )
             ) from error

@@ -50,7 +50,7 @@ def bytes_of(text: str) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", text.upper())
     size = int(float(found[1]) * _UNITS[found[2]]) if found and found[2] in _UNITS else 0
     if not size:
-        raise ConfigurationError(message("This is no size of memory.", hint="write it as 16GB or 16GiB.", memory=text))
+        raise ConfigurationError(message("This is not a size of memory.", hint="write it as 16GB or 16GiB.", memory=text))
     return size
 
 
@@ -107,11 +107,11 @@ def estimate(
     if found:
         return dict(found)
     if done.returncode:
-        hint = "run the script without tfrep, and mend what it says above."
-        raise TfrepError(message("The script has failed before its first training step.", hint, exit_code=done.returncode))
+        hint = "run the script with python, and correct the error above."
+        raise TfrepError(message("The script failed before its first training step.", hint, exit_code=done.returncode))
     if found is None:
         hint = "it has to call fit, or a tf.function that trains. A step that it gives to strategy.run is not estimated."
-        raise ConfigurationError(message("The script has ended without a training step that replicas share.", hint, script=target))
+        raise ConfigurationError(message("The script ended without a training step that replicas share.", hint, script=target))
     hint = "give the function its batches as arguments, or make them of one size (drop_remainder=True)."
     raise ConfigurationError(message("The step reads batches of a size that is not known.", hint, script=target))
 

@@ -1,4 +1,4 @@
-"""What the process of `tfrep estimate` does: it runs a script until a step is traced, as rank 0 of ranks that do not exist."""
+"""The process of `tfrep estimate`: it runs a script until a step is traced, as rank 0 of ranks that do not exist."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class _Slot(NamedTuple):
 
 
 class Needs:
-    """What each replica needs for a step, in bytes.
+    """The memory that each replica needs for a step, in bytes.
 
     Args:
         traced: The step.

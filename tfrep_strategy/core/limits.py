@@ -205,18 +205,20 @@ class Verification(NamedTuple):
         steps: Number of steps of each function to compare.
         shortens: Whether each epoch ends after these steps.
         nudge: Whether weights are changed in their last bit for these steps.
+        stands_for: Number of replicas that this run of one device is compared with; 0 in a run with replicas.
     """
 
     folder: Path
     steps: int
     shortens: bool
     nudge: bool
+    stands_for: int
 
 
 def verification() -> Verification | None:
     """Returns the settings of `tfrep verify` for this process; None without it.
 
-    It sets `TFREP_VERIFY_DIR`, `TFREP_VERIFY_STEPS`, `TFREP_VERIFY_FULL` and `TFREP_VERIFY_NUDGE`.
+    It sets `TFREP_VERIFY_DIR`, `TFREP_VERIFY_STEPS`, `TFREP_VERIFY_FULL`, `TFREP_VERIFY_NUDGE` and `TFREP_VERIFY_STANDS_FOR`.
 
     Example:
         >>> os.environ.update(TFREP_VERIFY_DIR="/tmp/verified", TFREP_VERIFY_STEPS="2")
@@ -227,7 +229,8 @@ def verification() -> Verification | None:
     if not folder:
         return None
     steps, is_full, nudge = variable(Size, "TFREP_VERIFY_STEPS", default=3), "TFREP_VERIFY_FULL", "TFREP_VERIFY_NUDGE"
-    return Verification(Path(folder), steps, os.environ.get(is_full) != "1", os.environ.get(nudge) == "1")
+    replicas = int(os.environ.get("TFREP_VERIFY_STANDS_FOR", 0))
+    return Verification(Path(folder), steps, os.environ.get(is_full) != "1", os.environ.get(nudge) == "1", replicas)
 
 
 def check_keras_backend() -> None:

@@ -201,6 +201,9 @@ class KerasExtended(Protocol):
     num_local_replicas: int
     """Number of replicas of this process."""
 
+    model_size: int
+    """Number of consecutive replicas that compute with the same rows of a batch, and with parts of the weights."""
+
     collectives_in_branches: bool
     """Whether a replica may call collectives inside `tf.cond`, which needs a separate program for each process."""
 

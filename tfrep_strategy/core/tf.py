@@ -105,6 +105,15 @@ def add_function(definition: Any) -> None:
     context().add_function_def(definition)
 
 
+_graph_of_function = _private("framework.function_def_to_graph", "function_def_to_graph")
+
+
+def function_graph(name: str) -> Any:
+    """Returns a registered function as a `FuncGraph`."""
+    with tf.init_scope():
+        return _graph_of_function(context().get_function_def(name))
+
+
 def remove_function(name: str) -> None:
     """Forgets a registered `FunctionDef`."""
     if context().has_function(name):

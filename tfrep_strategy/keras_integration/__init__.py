@@ -8,13 +8,17 @@ entry says otherwise (`does`). `uninstall()` restores Keras.
 import keras
 
 from tfrep_strategy.core.replacements import KERAS
-from tfrep_strategy.errors import UnsupportedVersionError
+from tfrep_strategy.errors import UnsupportedVersionError, message
 
 KERAS.refuse_older(keras.__version__)
 if keras.backend.backend() != "tensorflow":
     raise UnsupportedVersionError(
-        f"tfrep_strategy works with Keras's TensorFlow backend. Received: backend={keras.backend.backend()!r}\n"
-        "Hint: set the environment variable KERAS_BACKEND=tensorflow before Keras is imported."
+        message(
+            "Only Keras's TensorFlow backend works here.",
+            hint="set KERAS_BACKEND=tensorflow before Keras is imported.",
+            code="TFREP-E001",
+            backend=keras.backend.backend(),
+        )
     )
 
 from tfrep_strategy.keras_integration import internals  # noqa: E402

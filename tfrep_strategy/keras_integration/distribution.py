@@ -18,6 +18,7 @@ from keras import distribution
 from tfrep_strategy.cluster.environments import detect_environment
 from tfrep_strategy.cluster.environments.keras_distribution import ADDRESSES, RANK, SIZE, KerasDistributionEnvironment
 from tfrep_strategy.communicators.sharding import Along
+from tfrep_strategy.core.limits import verification
 from tfrep_strategy.errors import ConfigurationError, TfrepError, message, warn
 from tfrep_strategy.keras_integration.finding import driver_of
 
@@ -40,13 +41,21 @@ def list_devices(device_type: str | None = None) -> list[str]:
     """
     kind = (device_type or ("gpu" if tf.config.get_visible_devices("GPU") else "cpu")).lower()
     strategy = tf.distribute.get_strategy()
-    if driver_of(strategy) is not None:
+    if _stands_for() > 1:
+        count = _stands_for()
+    elif driver_of(strategy) is not None:
         count = strategy.num_replicas_in_sync
     elif (size := detect_environment().size) > 1:
         count = size
     else:
         count = len(tf.config.list_logical_devices(kind.upper()))
     return [f"{kind}:{i}" for i in range(count)]
+
+
+def _stands_for() -> int:
+    """Returns the number of replicas that `tfrep verify` compares this run of one device with; 0 otherwise."""
+    asked = verification()
+    return 0 if asked is None else asked.stands_for
 
 
 def get_device_count(device_type: str | None = None) -> int:
@@ -65,6 +74,8 @@ def initialize(job_addresses: str | None, num_processes: int | None, process_id:
     Raises:
         ConfigurationError: The arguments contradict each other, or the launcher.
     """
+    if _stands_for():
+        return
     found = detect_environment()
     if found.size == 1 and num_processes not in (None, 1):
         given = {ADDRESSES: job_addresses, SIZE: num_processes, RANK: process_id}
@@ -80,7 +91,7 @@ def initialize(job_addresses: str | None, num_processes: int | None, process_id:
     if asked != (found.size, found.rank):
         raise ConfigurationError(
             message(
-                "The launcher has started another number of processes, or has given this one another number.",
+                "The arguments contradict the launcher, which has given this process another rank or world size.",
                 hint="call keras.distribution.initialize() without arguments under a launcher.",
                 num_processes=num_processes,
                 process_id=process_id,
@@ -109,7 +120,7 @@ def enter(set_distribution: Any, value: Any) -> None:
     if _entered is not None:
         tf.distribute.experimental_set_strategy(None)
         _entered = None
-    if value is not None:
+    if value is not None and not _stands_for():
         devices = [str(each) for each in value.device_mesh.devices.flatten()]
         strategy = tf.distribute.get_strategy()
         if not tf.distribute.has_strategy() and (len(devices) > 1 or detect_environment().size > 1):
@@ -119,34 +130,53 @@ def enter(set_distribution: Any, value: Any) -> None:
         if strategy.num_replicas_in_sync != len(devices):
             raise ConfigurationError(
                 message(
-                    "A mesh has one device for each replica.",
-                    hint="make the mesh of keras.distribution.list_devices().",
+                    "The mesh must have one device for each replica.",
+                    hint="make the mesh from keras.distribution.list_devices().",
                     devices=devices,
                     replicas=strategy.num_replicas_in_sync,
                 )
             )
         if strategy.num_replicas_in_sync > 1:
-            _check_splits(value, strategy)
+            _note_mesh(value, strategy)
             if not tf.distribute.has_strategy():
                 tf.distribute.experimental_set_strategy(strategy)
                 _entered = strategy
     set_distribution(value)
 
 
-def _check_splits(value: Any, strategy: Any) -> None:
-    """Notes whether replicas share the rows of a batch, or the weights alone."""
-    mesh = value.device_mesh
-    rows = mesh.shape[list(mesh.axis_names).index(value.batch_dim_name)]
-    strategy.extended.takes_whole_batch = isinstance(value, distribution.ModelParallel) and rows == 1
+def _note_mesh(value: Any, strategy: Any) -> None:
+    """Notes how many replicas share the weights of a model among them, and compute with the same rows of a batch."""
+    names, shape = list(value.device_mesh.axis_names), value.device_mesh.shape
+    batch = names.index(value.batch_dim_name)
+    groups, replicas = int(shape[batch]), strategy.num_replicas_in_sync
+    extended = strategy.extended
+    extended.model_size = replicas // groups if isinstance(value, distribution.ModelParallel) else 1
+    if 1 < extended.model_size < replicas:
+        for hinders, hint in (
+            (batch > 0, "name the axis of the batch first."),
+            (strategy.shard_optimizer_state, "leave out shard_optimizer_state."),
+            (strategy.gradient_aggregator is not None, "leave out gradient_aggregator."),
+        ):
+            if hinders:
+                extended.model_size = 1
+                warn(
+                    message(
+                        "All devices of the mesh share the rows of a batch, and gather the weights that the layouts split.",
+                        hint=f"to split the work of layers as well, {hint}",
+                        mesh=dict(zip(names, shape, strict=True)),
+                    )
+                )
+                break
 
 
-def cut_of_layout(variable: Any, value: Any, replicas: int) -> Along | None:
+def cut_of_layout(variable: Any, value: Any, replicas: int, model_size: int) -> Along | None:
     """Returns the part of a new variable that each replica holds by the layout of the distribution; None if each holds all of it.
 
     Args:
         variable: A Keras variable, which gets its layout.
         value: Its initial value, or a function that returns it.
         replicas: The number of replicas.
+        model_size: The number of replicas that compute with the same rows.
 
     Raises:
         ConfigurationError: The layout has another number of axes than the variable, or the mesh does not divide an axis.
@@ -174,7 +204,7 @@ def cut_of_layout(variable: Any, value: Any, replicas: int) -> Along | None:
         if shape[axis] % sizes[layout.axes[axis]]:
             raise ConfigurationError(
                 message(
-                    "The devices along an axis of the mesh do not divide the axis of a variable.",
+                    "The size of a variable's axis is not a multiple of the number of devices along its axis of the mesh.",
                     hint="split another axis, change its size, or leave the variable out of the layout map.",
                     variable=variable.path,
                     shape=shape,
@@ -182,11 +212,21 @@ def cut_of_layout(variable: Any, value: Any, replicas: int) -> Along | None:
                     mesh=sizes,
                 )
             )
-    axes.sort(key=lambda axis: layout.axes[axis] == current.batch_dim_name)  # Which axis is split decides how products are summed.
-    found = next((axis for axis in axes if shape[axis] and shape[axis] % replicas == 0), None)
-    if axes and found is None:
+    mesh = replicas // model_size, model_size
+    of_batch = [axis for axis in axes if layout.axes[axis] == current.batch_dim_name]
+    of_model = [axis for axis in axes if axis not in of_batch]
+    within = _divided(shape, of_model, model_size)
+    # Without groups, which axis is split decides how products are summed.
+    across = _divided(shape, of_batch if model_size > 1 else of_model + of_batch, mesh[0])
+    if axes and within is None and across is None:
         warn(f"{variable.path} {list(shape)} stays whole: {replicas} devices do not divide an axis that its layout splits.")
-    return None if found is None else Along(shape, replicas, found)
+        return None
+    return Along(shape, mesh, (across, within)) if axes else None
+
+
+def _divided(shape: Sequence[int], axes: Sequence[int], devices: int) -> int | None:
+    """Returns the first of some axes that a number of devices divides; None if there is none, or one device."""
+    return next((axis for axis in axes if devices > 1 and shape[axis] and shape[axis] % devices == 0), None)
 
 
 def check_layouts(model: Any) -> None:
@@ -207,7 +247,7 @@ def check_layouts(model: Any) -> None:
         raise ConfigurationError(
             message(
                 "No pattern of the layout map matches a variable of the model.",
-                hint="print(v.path) for v in model.variables; a pattern has to match the whole path.",
+                hint="a pattern must match a whole path: print([v.path for v in model.variables]).",
                 patterns=unused,
             )
         )

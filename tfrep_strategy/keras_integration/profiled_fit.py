@@ -245,7 +245,7 @@ class ProfiledFit:
 def say_without_fit() -> None:
     """Tells the user that nothing was profiled, if a profile was wanted and the program has ended without a `fit`."""
     if not ProfiledFit._fits and steps_of_environment() is not None:
-        print("tfrep: no step was profiled: the script has called no fit.", file=sys.stderr, flush=True)
+        print("tfrep: no step was profiled: the script did not call fit.", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

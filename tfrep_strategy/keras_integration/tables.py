@@ -72,7 +72,7 @@ def minimize_as_in_keras_2(self: Any, loss: Any, var_list: Any, tape: tf.Gradien
     if not callable(loss):
         if tape is None:
             raise ConfigurationError(
-                message("A loss that is a tensor has no gradient of itself.", hint="pass its tape=...", loss=loss)
+                message("The gradient of a loss that is a tensor needs its tape.", hint="pass its tape=...", loss=loss)
             )
     else:
         tape = tf.GradientTape() if tape is None else tape

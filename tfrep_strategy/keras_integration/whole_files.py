@@ -165,7 +165,7 @@ def _naming_full_disks(path: str) -> Iterator[None]:
     except OSError as error:
         if error.errno not in _FULL:
             raise
-        text = f"{_FULL[error.errno]}. What was there is as it was."
+        text = f"{_FULL[error.errno]}. The file that was there is unchanged."
         hint = "free some space, raise the limit of this process, or write elsewhere."
         raise OSError(error.errno, message(text, hint, path=_asked_for(path))) from error
 

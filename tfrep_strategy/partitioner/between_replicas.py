@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -15,6 +15,7 @@ from tfrep_strategy.communicators.base import carry, outside_xla, uncarry
 from tfrep_strategy.communicators.gradients import buckets
 from tfrep_strategy.communicators.local import summed_everywhere
 from tfrep_strategy.communicators.wire import DTYPES, Packed, compressed_gather, compressed_scatter, compressed_sum, gather_rows
+from tfrep_strategy.partitioner.emitter import GroupTransport
 from tfrep_strategy.partitioner.step import PartitionedStep
 
 Values = Sequence[Sequence[tf.Tensor]]
@@ -50,6 +51,7 @@ class _InBuckets(abc.ABC):
 
     def __init__(self, gradients: Gradients) -> None:
         self._gradients = gradients
+        self.groups: Mapping[str, GroupTransport] = {}
 
     def sums(self, values: Values, gradients: Sequence[bool]) -> list[list[tf.Tensor]]:
         compression = self._gradients.compression()
@@ -206,6 +208,49 @@ class WithinProcess(_InBuckets):
         return made
 
 
+class Groups:
+    """Groups of the replicas of this process, each with a transport, as one transport.
+
+    Args:
+        members: The indices of the replicas of each group, among those of the process.
+        transports: The transport of each group.
+    """
+
+    def __init__(self, members: Sequence[Sequence[int]], transports: Sequence[GroupTransport]) -> None:
+        self._members, self._transports = members, transports
+        order = sorted((replica, i, place) for i, group in enumerate(members) for place, replica in enumerate(group))
+        self._places = [(i, place) for _, i, place in order]
+        self.devices: Sequence[str] = [transports[i].devices[place] for i, place in self._places]
+        self.logical_devices: Sequence[Sequence[str]] = [transports[i].logical_devices[place] for i, place in self._places]
+
+    def sums(self, values: Values, gradients: Sequence[bool]) -> Values:
+        return self._of_several(lambda transport, own: transport.sums(own, gradients), values)
+
+    def scattered(self, values: Values) -> list[list[tf.Tensor]]:
+        return self._of_several(lambda transport, own: transport.scattered(own), values)
+
+    def rows_of_all(self, values: Values) -> list[list[tf.Tensor]]:
+        return self._of_several(lambda transport, own: transport.rows_of_all(own), values)
+
+    def gathered(self, values: Sequence[tf.Tensor], axis: int, is_gradient: bool = False) -> list[tf.Tensor]:
+        return self._of_one(lambda transport, own: transport.gathered(own, axis, is_gradient), values)
+
+    def first(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        return self._of_one(lambda transport, own: transport.first(own), values)
+
+    def _of_one(self, talk: Callable[[GroupTransport, Any], Any], values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Lets each group talk about a tensor, given its value on each replica."""
+        pairs = zip(self._members, self._transports, strict=True)
+        results = [talk(transport, [values[i] for i in group]) for group, transport in pairs]
+        return [results[i][place] for i, place in self._places]
+
+    def _of_several(self, talk: Callable[[GroupTransport, Any], Any], values: Values) -> list[list[tf.Tensor]]:
+        """Lets each group talk about several tensors."""
+        pairs = zip(self._members, self._transports, strict=True)
+        results = [talk(transport, [[each[i] for i in group] for each in values]) for group, transport in pairs]
+        return [[results[i][tensor][place] for i, place in self._places] for tensor in range(len(values))]
+
+
 class BetweenProcesses(_InBuckets):
     """Replicas that are the processes of a run.
 
@@ -217,40 +262,40 @@ class BetweenProcesses(_InBuckets):
 
     def __init__(self, communicator: Communicator, device: str, gradients: Gradients) -> None:
         super().__init__(gradients)
-        self._communicator = communicator
+        self.communicator = communicator
         self.devices, self.logical_devices = (device,), ((device,),)
 
     def _sums(self, values: Values) -> list[list[tf.Tensor]]:
         with self._placed():
-            return [[total] for total in self._communicator.all_reduce([own for (own,) in values])]
+            return [[total] for total in self.communicator.all_reduce([own for (own,) in values])]
 
     def _compressed_sums(self, values: Values, kind: str) -> list[list[tf.Tensor]]:
         with self._placed():
-            return [[total] for total in compressed_sum(self._communicator, [own for (own,) in values], kind)]
+            return [[total] for total in compressed_sum(self.communicator, [own for (own,) in values], kind)]
 
     def _scattered(self, values: Values) -> list[list[tf.Tensor]]:
         kind, widths = self._gradients.compression(), [tf.shape(own)[1] for (own,) in values]
         with self._placed():
             rows = tf.concat([own for (own,) in values], 1)
             if kind is None:
-                row = self._communicator.reduce_scatter(rows)
+                row = self.communicator.reduce_scatter(rows)
             else:
-                row = compressed_scatter(self._communicator, rows, kind)
+                row = compressed_scatter(self.communicator, rows, kind)
             return [[own] for own in tf.split(row[0], widths)]
 
     def _rows_of_all(self, values: Values) -> list[list[tf.Tensor]]:
         widths = [tf.shape(own)[0] for (own,) in values]
         with self._placed():
-            whole = self._communicator.all_gather_equal(tf.concat([own for (own,) in values], 0))
-            rows = tf.reshape(whole, [self._communicator.size, -1])
+            whole = self.communicator.all_gather_equal(tf.concat([own for (own,) in values], 0))
+            rows = tf.reshape(whole, [self.communicator.size, -1])
             return [[each] for each in tf.split(rows, widths, 1)]
 
     def gathered(self, values: Sequence[tf.Tensor], axis: int, is_gradient: bool = False) -> list[tf.Tensor]:
         (own,), kind = values, self._gradients.compression() if is_gradient else None
-        gather = functools.partial(gather_rows, self._communicator.all_gather)
+        gather = functools.partial(gather_rows, self.communicator.all_gather)
         with self._placed():
             if kind is not None:
-                return [compressed_gather(self._communicator, own, kind)]
+                return [compressed_gather(self.communicator, own, kind)]
             if not axis:
                 return [gather(own)]
             order = [axis, *(i for i in range(own.shape.rank) if i != axis)]
@@ -259,11 +304,11 @@ class BetweenProcesses(_InBuckets):
 
     def first(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         with self._placed():
-            return self._communicator.broadcast(list(values))
+            return self.communicator.broadcast(list(values))
 
     def compare(self, name: str, step: PartitionedStep) -> None:
         known = weakref.ref(step)  # The lines may be requested when the step is gone.
-        self._communicator.check_program(name, step.digest(), lambda: [] if (one := known()) is None else one.lines())
+        self.communicator.check_program(name, step.digest(), lambda: [] if (one := known()) is None else one.lines())
 
     def _placed(self) -> tf.device:
         return tf.device(self.devices[0])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import tensorflow as tf
@@ -75,6 +75,11 @@ class Segment:
         if compiled:
             definition.attr["_XlaMustCompile"].b = True
 
+    @property
+    def bodies(self) -> list[Segment]:
+        """The bodies of its loops and branches, in the order of its nodes."""
+        return [body for *_, body in self._bodies]
+
     def function(self, devices: Sequence[Sequence[str]], replica: int) -> str:
         """Returns the name of the function for a replica.
 
@@ -127,8 +132,8 @@ def _device_of(device: str, devices: Sequence[Sequence[str]], replica: int) -> s
     return device
 
 
-class Transport(Protocol):
-    """The communication of the replicas of this process with each other, and with those of other processes.
+class GroupTransport(Protocol):
+    """The communication of the replicas of this process with each other, and with those of other processes, in groups of them.
 
     Attributes:
         devices: The device of each replica of this process.
@@ -158,6 +163,19 @@ class Transport(Protocol):
     def gathered(self, values: Sequence[tf.Tensor], axis: int, is_gradient: bool) -> Sequence[tf.Tensor]:
         """Concatenates the tensors of all replicas along an axis, in replica order."""
 
+    def first(self, values: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
+        """Returns the values of the first replica."""
+
+
+class Transport(GroupTransport, Protocol):
+    """The communication of all replicas.
+
+    Attributes:
+        groups: The communication along one axis of a mesh, by the group of a collective.
+    """
+
+    groups: Mapping[str, GroupTransport]
+
     def called(
         self, function: Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]], values: Sequence[Sequence[tf.Tensor]]
     ) -> Sequence[Sequence[tf.Tensor]]:
@@ -170,9 +188,6 @@ class Transport(Protocol):
         Returns:
             The results of each of them.
         """
-
-    def first(self, values: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
-        """Returns the values of replica 0 of the run."""
 
 
 class Emitter:
@@ -188,10 +203,11 @@ class Emitter:
         nodes = live(program.nodes, program.results)
         self._needed = {x.name for node in nodes for x in node.inputs} | {x.name for x in program.results}
         self._last = max((node.level for node in nodes), default=0)
-        self._collectives = _by_level(node for node in _in_order_of_values(nodes) if isinstance(node, Collective))
+        collectives = _by_level(node for node in _in_order_of_values(nodes) if isinstance(node, Collective))
+        self._collectives = {level: list(_by_group(members).values()) for level, members in collectives.items()}
         plain = [node for node in nodes if isinstance(node, Node) and not node.talks]
         self._together = _by_level(_ControlFlow(node, compiled) for node in nodes if isinstance(node, Node) and node.talks)
-        free = _free(plain, program.arguments[:4])  # All programs begin with the four arguments for rows.
+        free = _free(plain, [x for x in program.arguments if x.dtype == tf.int32 and x.shape.rank == 0])
         self._segments = self._cut([node for node in plain if not node.once], free, nodes, compiled)
         self._once = self._cut([node for node in plain if node.once], free, nodes, False)
 
@@ -247,12 +263,17 @@ class Emitter:
                 results = segment(given, transport.devices[0], transport.logical_devices, 0)
                 for own in known:
                     own.update(zip([x.name for x in segment.outputs], results, strict=True))
-            self._communicate(self._collectives.get(level, ()), known, transport)
+            for collectives in self._collectives.get(level, ()):
+                self._communicate(collectives, known, transport)
             for together in self._together.get(level, ()):
                 together.run(known, transport)
         return [[own[x.name] for x in self._program.results] for own in known]
 
-    def _communicate(self, collectives: Sequence[Collective], known: list[dict[str, Any]], transport: Transport) -> None:
+    def _communicate(self, collectives: Sequence[Collective], known: list[dict[str, Any]], of_all: Transport) -> None:
+        """Lets the replicas of a group communicate, and adds the results to the values on each replica."""
+        group = collectives[0].group
+        transport: GroupTransport = of_all.groups[group] if group else of_all
+
         def note(tensor: Tensor, results: Sequence[tf.Tensor]) -> None:
             for own, result in zip(known, results, strict=True):
                 if tf.is_symbolic_tensor(result):
@@ -289,7 +310,7 @@ class Emitter:
             elif each.kind == "shared":
                 note(each.outputs[0], [first[0]] * len(known))
             elif each.kind == "call":
-                for tensor, results in zip(each.outputs, zip(*transport.called(each.function, values), strict=True), strict=True):
+                for tensor, results in zip(each.outputs, zip(*of_all.called(each.function, values), strict=True), strict=True):
                     note(tensor, results)
 
 
@@ -383,10 +404,17 @@ def _by_level(nodes: Any) -> dict[int, list[Any]]:
     return levels
 
 
-def _free(nodes: Sequence[Node], rows: Sequence[Tensor]) -> set[int]:
-    """Returns the ids of cheap nodes that each segment makes for itself: constants and sizes."""
+def _by_group(collectives: Sequence[Collective]) -> dict[str, list[Collective]]:
+    groups: dict[str, list[Collective]] = collections.defaultdict(list)
+    for each in collectives:
+        groups[each.group].append(each)
+    return groups
+
+
+def _free(nodes: Sequence[Node], given: Sequence[Tensor]) -> set[int]:
+    """Returns the ids of cheap nodes that each segment makes for itself: constants and sizes, of given ones."""
     free: set[int] = set()
-    cheap = {x.name for x in rows}
+    cheap = {x.name for x in given}
     for node in nodes:
         is_free = not node.has_effects and not node.control_inputs and not node.once and all(x.name in cheap for x in node.inputs)
         if is_free and node.type in _FREE:

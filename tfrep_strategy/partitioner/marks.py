@@ -15,10 +15,10 @@ from tfrep_strategy.core.tf import set_mark
 
 NAME = "_tfrep_mark"
 
-GRADIENT, SLICES, REPLICA, OWN_ROW, ALL_ROWS, ADDEND, OWN_SUM, SPREAD, CALL, BATCH = (
-    "gradient", "slices", "replica", "own row", "all rows", "addend", "own sum", "spread", "call", "batch",
+GRADIENT, SLICES, REPLICA, OWN_ROW, ALL_ROWS, ADDEND, OWN_SUM, SPREAD, CALL, BATCH, WITHIN = (
+    "gradient", "slices", "replica", "own row", "all rows", "addend", "own sum", "spread", "call", "batch", "within",
 )  # fmt: skip
-MARKED = frozenset({"BroadcastTo", "EagerPyFunc", "GatherV2", "Identity", "IdentityN"})
+MARKED = frozenset({"BroadcastTo", "ConcatV2", "EagerPyFunc", "GatherV2", "Identity", "IdentityN", "Pack"})
 """The types of operations that may have a mark."""
 
 APPLIED = "_tfrep_applied"

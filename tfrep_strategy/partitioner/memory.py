@@ -37,7 +37,7 @@ _FEW = 1024
 
 
 class Footprint(NamedTuple):
-    """What the tensors of a step need on a replica, in bytes.
+    """The memory that the tensors of a step need on a replica, in bytes.
 
     Attributes:
         gradients: What optimizers are given.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,13 @@ class Shard:
     def size(self) -> Rows:
         """The size of the axis."""
         return Rows(self.per_row, self.rows)
+
+    def local_shape(self, shape: tf.TensorShape) -> tf.TensorShape:
+        """Returns the shape of a replica's part of a tensor, as far as it is known."""
+        if shape.rank is None:
+            return shape
+        own = self.per_row if self.rows == OF_LAYOUT else None
+        return tf.TensorShape([own if i == self.axis else size for i, size in enumerate(shape)])
 
     def on(self, axis: int) -> Shard:
         """Returns the placement of a tensor that has these rows along another axis."""

@@ -31,7 +31,7 @@ from tfrep_strategy.partitioner.placements import (
     Shard,
     is_number,
 )
-from tfrep_strategy.partitioner.program import Gathered, Program, Tensor
+from tfrep_strategy.partitioner.program import ASKS_FOR_SIZES, Gathered, Program, Tensor
 from tfrep_strategy.partitioner.values import OwnRows, Value, Values
 
 Rule = Callable[["Planner", Any], None]
@@ -102,6 +102,10 @@ class Planner(Values):
         """The graphs and plans of the bodies of loops and branches, by the names of operations; no plan for a loop over rows."""
         self.beside: dict[int, int] = {}
         """The numbers in placements of rows that are sharded beside those of the batch, by their sizes."""
+        self.of_model = False
+        """Whether it plans along the axis of a mesh whose replicas have the same rows."""
+        self.is_planned_again = False
+        """Whether its program is planned along another axis afterwards, and so keeps its marks."""
         self.parts_of_layouts = 0
         """The number of parts of weights that layouts shard; 0 if none does."""
         self.has_own_batch = False
@@ -117,8 +121,8 @@ class Planner(Values):
             shape = tensor.shape
             if isinstance(placement, Parts) and tensor.dtype != tf.resource:
                 shape = tf.TensorShape([placement.width])
-            if isinstance(placement, Shard) and shape.rank is not None:
-                shape = tf.TensorShape([None if i == placement.axis else d for i, d in enumerate(shape)])
+            if isinstance(placement, Shard):
+                shape = placement.local_shape(shape)
             local.shape = shape
         self.values[tensor.name] = Value(placement, local, **details)
 
@@ -344,7 +348,7 @@ class Planner(Values):
         """Sums addends that several operations take. As large as an activation, they would else be summed behind each of them."""
         for tensor in operation.outputs:
             is_sum = isinstance(self.placement(tensor), Partial) and tensor.dtype.is_floating and tensor.shape.rank != 0
-            if is_sum and sum(each.type not in _OF_SHAPE for each in tensor.consumers()) > 1:
+            if is_sum and sum(each.type not in ASKS_FOR_SIZES for each in tensor.consumers()) > 1:
                 self.replicated(tensor)
 
     def _cut_rows(self, operation: Any) -> None:
@@ -413,6 +417,7 @@ class Planner(Values):
         inner = Planner(self.program, self.rows, self.local_replicas)
         inner.without_rule, inner._accesses, inner.traced_rows = self.without_rule, self._accesses, self.traced_rows
         inner.chosen, inner.beside, inner.parts_of_layouts = self.chosen, self.beside, self.parts_of_layouts
+        inner.of_model, inner.is_planned_again = self.of_model, self.is_planned_again
         for own, given in zip(graph.inputs, tensors, strict=True):
             self.hand_over(self, given, inner, own)
         return inner
@@ -472,7 +477,6 @@ _TAKE_OWN = frozenset({
     "ReadVariableOp", "StatefulPartitionedCall", "StatelessCase", "StatelessIf", "VariableShape",
 })  # fmt: skip
 """Operations whose rules handle values that differ between replicas."""
-_OF_SHAPE = frozenset({"Shape", "ShapeN", "Size", "Rank"})
 _SIZED_BY_RULE = frozenset({"Shape", "ShapeN", "Size", "Rank", "Const"})
 
 

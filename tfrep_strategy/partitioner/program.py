@@ -148,14 +148,15 @@ class Collective:
         inputs: The tensor that a replica sends, and tensors that are computed before; for a call, all its arguments.
         outputs: The tensor that each replica gets.
         function: The called function.
+        group: The axis of the mesh along which it communicates; empty for all replicas.
     """
 
     control_inputs: tuple[Any, ...] = ()
     has_effects = False
     talks = True
 
-    def __init__(self, kind: str, sent: Sequence[Tensor], name: str, axis: int = 0) -> None:
-        self.kind, self.inputs, self.axis, self.name = kind, list(sent), axis, name
+    def __init__(self, kind: str, sent: Sequence[Tensor], name: str, axis: int = 0, group: str = "") -> None:
+        self.kind, self.inputs, self.axis, self.name, self.group = kind, list(sent), axis, name, group
         self.function: Any = None
         self.level = max(x.level for x in sent)
         self.level_after = self.level + 1
@@ -183,6 +184,9 @@ class Gathered:
 class Program:
     """The program of one replica, while it is being made.
 
+    Args:
+        group: The group of its collectives, as in `Collective`.
+
     Attributes:
         arguments: Values that differ between replicas, or are passed to the program.
         nodes: Nodes and collectives, in an order in which they can run.
@@ -193,7 +197,8 @@ class Program:
 
     _names = itertools.count()
 
-    def __init__(self) -> None:
+    def __init__(self, group: str = "") -> None:
+        self.group = group
         self.arguments: list[Tensor] = []
         self.nodes: list[Any] = []
         self.results: list[Tensor] = []
@@ -308,7 +313,7 @@ class Program:
             for output in node.outputs:
                 output.level += later
 
-    def send(self, kind: str, tensor: Tensor, axis: int = 0, after: Sequence[Tensor] = ()) -> Tensor:
+    def send(self, kind: str, tensor: Tensor, axis: int = 0, after: Sequence[Tensor] = (), group: str | None = None) -> Tensor:
         """Adds a collective. Equal collectives are added once.
 
         Args:
@@ -316,6 +321,7 @@ class Program:
             tensor: What a replica sends.
             axis: See `Collective`.
             after: Tensors that are computed before it begins.
+            group: See `Collective`. Default: that of the program.
 
         Raises:
             CannotPartitionError: A tensor to be gathered has an unknown rank.
@@ -323,9 +329,10 @@ class Program:
         if kind == "gather" and tensor.shape.rank is None:
             hint = "give it a shape with tf.ensure_shape."
             raise CannotPartitionError(message("Rows of an unknown number of dimensions cannot be sent.", hint, tensor=tensor.name))
-        key = ("send", kind, tensor.name, axis, *(x.name for x in after))
+        group = self.group if group is None else group
+        key = ("send", kind, tensor.name, axis, group, *(x.name for x in after))
         if key not in self._made:
-            collective = Collective(kind, [tensor, *after], f"received_{next(self._names)}", axis)
+            collective = Collective(kind, [tensor, *after], f"received_{next(self._names)}", axis, group)
             self.nodes.append(collective)
             self._made[key] = collective.outputs
         return self._made[key][0]

@@ -261,6 +261,8 @@ def computed(operation: Any, inputs: Sequence[Sizes | None]) -> list[Sizes | Non
     unknown: list[Sizes | None] = [None] * len(operation.outputs)
     function = _FUNCTIONS.get(operation.type)
     is_whole = all(t.dtype in (tf.int32, tf.int64) for t in operation.outputs)
+    if operation.type == "Pack":  # Some of its elements may be known.
+        inputs = [array(None) if x is None and t.shape.rank == 0 else x for x, t in zip(inputs, operation.inputs, strict=True)]
     if function is None or not is_whole or any(x is None for x in inputs):
         return unknown
     result = function(operation, *inputs)

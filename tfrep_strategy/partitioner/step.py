@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,10 +16,24 @@ import tfrep_strategy.partitioner.rules  # noqa: F401  (registers the rules)
 from tfrep_strategy.core.calls import line_of
 from tfrep_strategy.partitioner.choice import can_be_cut, cheapest
 from tfrep_strategy.partitioner.emitter import Emitter, Transport
-from tfrep_strategy.partitioner.placements import OF_LAYOUT, REPLICATE, Own, Partial, Parts, Placement, Replicate, Shard, Size
+from tfrep_strategy.partitioner.placements import (
+    OF_LAYOUT,
+    REPLICATE,
+    WHOLE,
+    Offset,
+    Own,
+    Partial,
+    Parts,
+    Placement,
+    Replicate,
+    Rows,
+    Shard,
+    Size,
+)
 from tfrep_strategy.partitioner.planner import Planner
 from tfrep_strategy.partitioner.program import Collective, Node, Program, Tensor, every_node, live, prune, without
 from tfrep_strategy.partitioner.rules.drawing import drawn_rows
+from tfrep_strategy.partitioner.second_axis import BATCH, as_graph
 from tfrep_strategy.partitioner.values import OwnRows
 
 
@@ -43,11 +57,13 @@ class Observed:
 
     Attributes:
         seen: The tensors, by name.
+        across: For a mesh of two axes: the placement, along the axis of the batch, of each observable tensor of a replica.
         own: The names of tensors whose value differs between replicas, and that one device does not have.
         calls: The graphs of called functions and their observable tensors, by the names of the calling operations.
     """
 
     seen: dict[str, Seen] = dataclasses.field(default_factory=dict)
+    across: list[Placement] = dataclasses.field(default_factory=list)
     own: set[str] = dataclasses.field(default_factory=set)
     calls: dict[str, tuple[Any, Observed]] = dataclasses.field(default_factory=dict)
 
@@ -91,6 +107,46 @@ def observe(plan: Any, program: Program) -> tuple[Observed, list[Tensor]]:
         return found
 
     return of(plan), tensors
+
+
+def observe_mesh(plan: Any, again: Any, program: Program) -> tuple[Observed, list[Tensor]]:
+    """Finds the traced tensors that a program along both axes of a mesh computes anyway.
+
+    Args:
+        plan: The `Planner` of the trace, along the axis of the model.
+        again: The `Planner` of the graph that followed from it.
+        program: The program of the second, pruned.
+
+    Returns:
+        The observable tensors, with their placements along the axis of the model, and the tensors to return for them.
+    """
+    one, tensors = observe(again, program)
+    found = Observed()
+    indices: dict[tuple[int, Placement], int] = {}
+    returned: list[Tensor] = []
+
+    def place_of(seen: Seen) -> int:
+        key = seen.local, seen.placement
+        if key not in indices:
+            indices[key] = len(returned)
+            returned.append(tensors[seen.local])
+            found.across.append(seen.placement)
+        return indices[key]
+
+    def of(plan: Any, into: Observed) -> Observed:
+        into.calls = {name: (graph, of(inner, Observed())) for name, (graph, inner) in plan.called.items()}
+        for name, value in plan.values.items():
+            node = value.local.node
+            if node is None or not isinstance(value.placement, (Replicate, Shard, Partial)):
+                continue
+            again_name = f"{node.name}:{_place(value.local)}"
+            if again_name in one.own:
+                into.own.add(name)
+            elif (seen := one.seen.get(again_name)) is not None:
+                into.seen[name] = Seen(value.placement, place_of(seen), None)
+        return into
+
+    return of(plan, found), returned
 
 
 def returning(program: Program, more: Sequence[Tensor]) -> Program:
@@ -148,7 +204,11 @@ def _lines(program: Program, inside: str = "") -> Iterator[_Line]:
     """Yields the nodes of a program. TensorFlow may trace parts of it in another order in each process."""
     wired: dict[int, str] = {}
     for node in live(program.nodes, program.results):
-        text = f"{inside}{node.kind} {node.axis}" if isinstance(node, Collective) else f"{inside}{node.type} {_attributes(node)}"
+        text = (
+            f"{inside}{node.kind} {node.axis}{node.group}"
+            if isinstance(node, Collective)
+            else f"{inside}{node.type} {_attributes(node)}"
+        )
         given = [f"{wired[id(x.node)]} {_place(x)}" if x.node else f"{x.dtype} {x.shape}" for x in node.inputs]
         if getattr(node, "type", None) == "AddN":
             given.sort()
@@ -164,7 +224,7 @@ def _lines(program: Program, inside: str = "") -> Iterator[_Line]:
 
 def _place(tensor: Any) -> int:
     """Returns the index of a tensor among the outputs of its node. Its name depends on all nodes of the process."""
-    return next(place for place, each in enumerate(tensor.node.outputs) if each is tensor)
+    return next(place for place, each in enumerate(tensor.node.outputs) if each.name == tensor.name)
 
 
 def _attributes(node: Any) -> str:
@@ -191,7 +251,8 @@ class Given:
     """An input of a traced step.
 
     Attributes:
-        placement: The placement of the batch, or of the value of a variable.
+        placement: The placement of the batch, or of the value of a variable, among the replicas that have different rows.
+        of_model: The placement among the replicas that have the same rows.
         is_shared: Whether it is a variable with one copy for all replicas of a process.
         dims: Its global shape, if more is known than in the trace.
         sizes: Its value, if it holds sizes: the shape, then all values.
@@ -199,6 +260,7 @@ class Given:
     """
 
     placement: Placement = REPLICATE
+    of_model: Placement = REPLICATE
     is_shared: bool = False
     dims: tuple[Size, ...] | None = None
     sizes: tuple[Any, ...] | None = None
@@ -217,6 +279,7 @@ class PartitionedStep:
         compiled: Whether XLA compiles the operations between collectives.
         is_observed: Whether a run also returns the replicas' observable tensors, after the results.
         keeps_plan: Whether the planner stays, which takes memory.
+        model_size: Number of consecutive replicas that have the same rows.
 
     Attributes:
         observed: The observable tensors.
@@ -237,9 +300,26 @@ class PartitionedStep:
         compiled: bool = False,
         is_observed: bool = False,
         keeps_plan: bool = False,
+        model_size: int = 1,
     ) -> None:
-        whole = [tensor for tensor, each in zip(graph.inputs, given, strict=True) if each.is_whole]
-        plan = cheapest(lambda beside: _planned(graph, given, local_replicas, replicas, beside), graph, whole, replicas)
+        self.graph = graph  # Keeps its functions alive.
+        self._model_size, self._parts = model_size, replicas // model_size
+        self._of_model: Any = None
+        self.without_rule: dict[str, Any] = {}
+        if model_size > 1:
+            again, whole_rows = self._parts > 1, list(map(_of_model, graph.inputs, given))
+            of_model = _planned(
+                graph, whole_rows, 1 if again else local_replicas, model_size, of_model=True, is_planned_again=again
+            )
+            plan = of_model
+            if again:
+                graph, given = self._along_batch(plan, given)
+        if self._parts > 1 or model_size == 1:
+            whole = [tensor for tensor, each in zip(graph.inputs, given, strict=True) if each.is_whole]
+            group = BATCH if model_size > 1 else ""
+            plan = cheapest(
+                lambda beside: _planned(graph, given, local_replicas, self._parts, beside, group), graph, whole, self._parts
+            )
         program, self.rows, self._beside = plan.program, plan.traced_rows, list(plan.beside)
         self.placements: list[Placement] = []
         for tensor in graph.outputs:
@@ -247,14 +327,18 @@ class PartitionedStep:
             full = plan.agreed if tensor.shape.rank == 0 else plan.replicated  # Callbacks decide by scalars.
             program.results.append(plan.sharded(tensor, Shard(0)) if keeps else full(tensor))
             self.placements.append(Shard(0) if keeps else REPLICATE)
-        self.program, self.without_rule = program, plan.without_rule
+        self.program = program
+        self.without_rule |= plan.without_rule
         self.plan = plan if keeps_plan else None
         self.writes = any(writes and handle.node is None and handle.name != "effects" for handle, writes in plan.accesses())
         self._placed = collections.Counter(type(value.placement).__name__ for value in plan.values.values())
         self.local_replicas = local_replicas
-        self.graph = graph  # Keeps its functions alive.
         prune(program)
-        self.observed, seen = observe(plan, program) if is_observed else (Observed(), [])
+        if self._of_model is not None:
+            self._name_origins()
+        self.observed, seen = Observed(), list[Tensor]()
+        if is_observed:
+            self.observed, seen = observe(plan, program) if self._of_model is None else observe_mesh(of_model, plan, program)
         self._emitter = Emitter(returning(program, seen), compiled)
         self._without_batch: Emitter | None = None
 
@@ -262,6 +346,22 @@ class PartitionedStep:
     def asks_for_start(self) -> bool:
         """Whether a replica needs to know the start of its rows."""
         return self._emitter.needs(self.program.arguments[0])
+
+    def joined_rows(self, replicas: Sequence[Sequence[Any]], joined: Callable[[Placement, Sequence[Any]], Any]) -> list[list[Any]]:
+        """Joins the observable tensors of replicas that have different rows of the batch.
+
+        Args:
+            replicas: The observable tensors of each replica.
+            joined: Returns the whole of a tensor, given its placement and the tensor of each replica.
+
+        Returns:
+            The observable tensors along the axis of a mesh whose replicas have the same rows; all of them if it has one axis.
+        """
+        if self._of_model is None:
+            return [list(own) for own in replicas]
+        size = self._model_size
+        across = list(enumerate(self.observed.across))
+        return [[joined(placement, [own[i] for own in replicas[place::size]]) for i, placement in across] for place in range(size)]
 
     def named_in(self, text: str) -> list[Any]:
         """Returns the traced operations of the nodes that a TensorFlow error names."""
@@ -287,7 +387,8 @@ class PartitionedStep:
         for each in self.nodes:
             if isinstance(each, Collective) and each.kind != "shared":
                 for x in each.inputs if each.kind == "call" else each.inputs[:1]:
-                    rounds[each.level][f"{each.kind} of {_size(x)}"] += 1
+                    along = f" along {each.group}" if each.group else ""
+                    rounds[each.level][f"{each.kind} of {_size(x)}{along}"] += 1
             elif isinstance(each, Node) and each.talks:
                 rounds[each.level][f"{each.type} that sends while it runs"] += 1
         kinds = {"Shard": "in rows", "Partial": "sums", "Replicate": "whole", "Own": "a replica's own", "Parts": "in parts"}
@@ -311,8 +412,35 @@ class PartitionedStep:
         Returns:
             The results of each replica.
         """
-        arguments = [[own.start, own.count, own.total, own.replica, *given] for own, given in zip(rows, inputs, strict=True)]
+        arguments = [[*self._place(own), *given] for own, given in zip(rows, inputs, strict=True)]
         return self._emitter.run(arguments, transport)
+
+    def _place(self, own: OwnRows) -> list[Any]:
+        """Returns the first arguments of the program: those for the place of a replica in the mesh, and for its rows."""
+        if self._model_size == 1:
+            return [own.start, own.count, own.total, own.replica]
+        along_model = [own.start, own.count, own.total, own.replica % self._model_size]
+        if self._parts == 1:
+            return along_model
+        return [own.start, own.count, own.total, own.replica // self._model_size, *along_model]
+
+    def _along_batch(self, plan: Planner, given: Sequence[Given]) -> tuple[Any, list[Given]]:
+        """Returns the graph of a plan along the model's axis, and a description of each of its inputs."""
+        for tensor in self.graph.outputs:
+            plan.program.results.append((plan.agreed if tensor.shape.rank == 0 else plan.replicated)(tensor))
+        prune(plan.program)
+        self._of_model = as_graph(plan.program, self._model_size, self.graph)
+        self.without_rule |= plan.without_rule
+        start, count, total, replica = Given(), Given(), Given(sizes=((), Rows())), Given()
+        return self._of_model, [start, count, total, replica, *map(_of_part, given)]
+
+    def _name_origins(self) -> None:
+        """Lets nodes, and operations without a rule, refer to the operations of the trace."""
+        origin = self._of_model.origin
+        for node in every_node(self.program):
+            if node.traced is not None:
+                node.traced = origin.get(node.traced.name)
+        self.without_rule = {type_: origin.get(operation.name, operation) for type_, operation in self.without_rule.items()}
 
     def run_without_batch(self, replicas: Sequence[Any], inputs: Sequence[Sequence[Any]], transport: Transport) -> None:
         """Runs the part of a step that does not depend on a batch, such as counting steps.
@@ -324,17 +452,53 @@ class PartitionedStep:
             inputs: As for `run`, with None for the inputs of the batch.
             transport: The communication between the replicas.
         """
-        given = [[None, None, None, number, *each] for number, each in zip(replicas, inputs, strict=True)]
+        nowhere = [self._place(OwnRows(None, None, None, number)) for number in replicas]
+        given = [[*place, *each] for place, each in zip(nowhere, inputs, strict=True)]
         if self._without_batch is None:
             missing = [own for own, each in zip(self.program.arguments, given[0], strict=True) if each is None]
             self._without_batch = Emitter(without(self.program, missing), compiled=False)
         self._without_batch.run(given, transport)
 
 
-def _planned(graph: Any, given: Sequence[Given], local_replicas: int, replicas: int, beside: Sequence[int]) -> Planner:
+def _of_model(tensor: Any, given: Given) -> Given:
+    """Returns how replicas that have the same rows get an input of a step."""
+
+    def whole(size: Any) -> Any:
+        return Rows(size.per_row, WHOLE) if isinstance(size, Rows) and not size.rows else size
+
+    dims, sizes = given.dims, given.sizes
+    if isinstance(given.placement, Shard) and given.placement.rows != OF_LAYOUT and dims is None and tensor.shape.rank:
+        dims = (Rows(1, WHOLE) if tensor.shape[0] is None else tensor.shape[0], *tensor.shape[1:])
+    return Given(
+        given.of_model,
+        is_shared=given.is_shared,
+        dims=None if dims is None else tuple(None if isinstance(each, Offset) else whole(each) for each in dims),
+        sizes=None if sizes is None else (sizes[0], *map(whole, sizes[1:])),
+    )
+
+
+def _of_part(given: Given) -> Given:
+    """Returns how replicas that have different rows get an input, of which those with the same rows may have parts."""
+    if not isinstance(given.of_model, Shard) or given.dims is None:
+        return given
+    axis, per_row = given.of_model.axis, given.of_model.per_row
+    return dataclasses.replace(given, dims=tuple(per_row if i == axis else d for i, d in enumerate(given.dims)))
+
+
+def _planned(
+    graph: Any,
+    given: Sequence[Given],
+    local_replicas: int,
+    replicas: int,
+    beside: Sequence[int] = (),
+    group: str = "",
+    of_model: bool = False,
+    is_planned_again: bool = False,
+) -> Planner:
     """Plans a step in which tensors of these numbers of rows are sharded beside the batch."""
-    program = Program()
+    program = Program(group)
     plan = Planner(program, OwnRows(*(program.argument(tf.int32, []) for _ in range(4))), local_replicas)
+    plan.of_model, plan.is_planned_again = of_model, is_planned_again
     locals_ = [program.argument(tensor.dtype) for tensor in graph.inputs]
     for number in beside:
         plan.begin_rows(number, replicas)
@@ -354,7 +518,7 @@ def _planned(graph: Any, given: Sequence[Given], local_replicas: int, replicas: 
         plan.note_sizes(tensor, each.sizes)
         if each.dims is not None:
             plan.known_dims[tensor.name] = list(each.dims)
-    if plan.traced_rows is None and not any(isinstance(each.placement, Shard) for each in given):
+    if plan.traced_rows is None and not of_model and not any(isinstance(each.placement, Shard) for each in given):
         plan.traced_rows = drawn_rows(graph)
     plan.run(graph)
     return plan

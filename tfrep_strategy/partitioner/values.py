@@ -374,7 +374,9 @@ class Values:
         assert rank is not None
         own = self.elements(shard)
         first, size = self.vector(rank, shard.axis, 0, own.start), self.vector(rank, shard.axis, -1, own.count)
-        return self.program.add("Slice", whole, first, size)
+        part: Tensor = self.program.add("Slice", whole, first, size)
+        part.shape = shard.local_shape(whole.shape)
+        return part
 
     def partial(self, tensor: Any) -> Tensor:
         """Returns an addend of a tensor. For a whole tensor, replica 0 has the value, and the others have zeros."""

@@ -36,7 +36,7 @@ SERVER_LOST = 75
 
 @dataclass(frozen=True)
 class ClusterOptions:
-    """What kind of cluster a run has.
+    """The kind of cluster that a run has.
 
     Args:
         workers: How many workers.

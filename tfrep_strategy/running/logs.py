@@ -1,4 +1,4 @@
-"""What ranks write: shown line by line, kept in the folder of a run, and what a user is told of a run that failed."""
+"""The output of ranks, which is shown line by line and kept in the folder of a run; and the words about a run that failed."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Nodes:
-    """What the launchers of a run have told each other.
+    """The facts that the launchers of a run have told each other.
 
     Args:
         own: This machine.
@@ -141,11 +141,6 @@ class Nodes:
     def hash_seed(self) -> str:
         """The `PYTHONHASHSEED` of all ranks."""
         return self.met[0].told["hash_seed"]
-
-    @property
-    def mark(self) -> str | None:
-        """What machine 0 has left in the folder for backups, if all have to look for it."""
-        return self.met[0].told["mark"]
 
     @contextlib.contextmanager
     def identities(self) -> Iterator[list[dict[str, str]]]:
@@ -200,7 +195,7 @@ class Nodes:
         return [each.told["size"] for each in self.met]
 
 
-def meet_nodes(node: Node, size: int, communicator: str, *, secret: bytes | None = None, mark: str | None = None) -> Nodes:
+def meet_nodes(node: Node, size: int, communicator: str, *, secret: bytes | None = None) -> Nodes:
     """Meets the launchers on the other machines.
 
     Args:
@@ -208,7 +203,6 @@ def meet_nodes(node: Node, size: int, communicator: str, *, secret: bytes | None
         size: How many ranks this machine is to have.
         communicator: The communicator of the run, as this machine was told.
         secret: What the launchers share. Default: from `shared_secret`.
-        mark: What this machine has left in the folder for backups.
 
     Returns:
         What all have told.
@@ -221,7 +215,7 @@ def meet_nodes(node: Node, size: int, communicator: str, *, secret: bytes | None
         >>> meet_nodes(Node(0, 1, "localhost:29500"), 2, "tf").size
         2
     """
-    told = told_by(node, size, communicator, common_hash_seed(), mark)
+    told = told_by(node, size, communicator, common_hash_seed())
     met = meet(node.place, told, secret=secret)
     chosen = [each.told["communicator"] for each in met]
     if len(set(chosen)) > 1:

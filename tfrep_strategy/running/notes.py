@@ -35,7 +35,7 @@ _AROUND = ("<frozen ", f"{os.sep}runpy.py", f"{os.sep}contextlib.py", f"{os.sep}
 
 @dataclass(frozen=True)
 class Note:
-    """What a failed rank has to say.
+    """The report of a failed rank.
 
     Attributes:
         time: When it failed, on the machine's monotonic clock, which all processes share.

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,7 +51,7 @@ _IMPATIENT = (signal.SIGINT, signal.SIGKILL)
 
 @dataclass(frozen=True)
 class Command:
-    """What one rank runs.
+    """The command of one rank.
 
     Attributes:
         arguments: The command line.
@@ -203,6 +203,7 @@ def run_ranks(
     name: str = "Rank {}",
     grace: float = GRACE_SECONDS,
     temporary: Sequence[Path] = (),
+    on_start: Callable[[list[int]], None] | None = None,
 ) -> Failure | None:
     """Runs one process per command until all end well or one does not; none is left when this returns, but one that the
     kernel does not let end, which is named.
@@ -223,6 +224,7 @@ def run_ranks(
         name: What a rank is called in warnings, with its number for `{}`.
         grace: How many seconds ranks may take to end when a signal to this process ends the run.
         temporary: Folders that are removed if this process is killed. Else the code that made them removes them.
+        on_start: Gets the process ids of the ranks when all are started.
 
     Returns:
         `None` if every rank ended with exit code 0, else what went wrong first.
@@ -241,6 +243,8 @@ def run_ranks(
             for rank, command in enumerate(commands, first_rank):
                 log = log_dir / f"rank{rank}.log" if rank or logs_all else None
                 watch_group(run.start(rank, command, Streams(log, "ab" if again else "wb", reads=not rank)))
+            if on_start is not None:
+                on_start(run.pids)
             try:
                 number = run.wait(deadline)
             except queue.Empty:
@@ -267,6 +271,11 @@ class _Run:
         self._pids: dict[int, int] = {}
         self._codes: dict[int, int] = {}
         self._ended_at: dict[int, float] = {}
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of the ranks, in their order."""
+        return [self._pids[rank] for rank in sorted(self._pids)]
 
     def start(self, rank: int, command: Command, streams: Streams) -> Group:
         """Starts a rank and a thread that reports its end; returns its group."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import re
 import sys
@@ -31,7 +32,7 @@ from tfrep_strategy.cluster.identity import (
     inherited_environ,
     resolve_communicator,
 )
-from tfrep_strategy.cluster.notices import Progress, Step
+from tfrep_strategy.cluster.notices import Step
 from tfrep_strategy.cluster.profiles.requests import keep_profile_dir, profile_environ, profile_folder, traced_steps
 from tfrep_strategy.cluster.signs_of_life import Patience
 from tfrep_strategy.cluster.transports import wanted_communicator
@@ -94,37 +95,50 @@ class Round:
         return self.nodes.first_rank if self.nodes else 0
 
 
-class Losses:
-    """Where a run was lost, to see whether another start makes sense.
+class Restarts:
+    """Decides whether a run that was lost is started again: not too often, and not if it was lost twice at the same step.
+
+    Args:
+        most: How often it may be started again.
+        backup_dir: The folder of its backups, if it has one.
 
     Example:
-        >>> losses = Losses()
-        >>> losses.are_again_at(Step(0, 2, 7)), losses.are_again_at(Step(0, 2, 7))
-        (False, True)
+        >>> restarts = Restarts(3, None)
+        >>> restarts.after_loss(Step(0, 2, 7))[0], restarts.after_loss(Step(0, 2, 7))[0]
+        (True, False)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int, backup_dir: SharedFolder | None) -> None:
+        self._most, self._backup_dir = most, backup_dir
+        self._count = 0
         self._last: Step | None = None
 
-    def are_again_at(self, step: Step | None) -> bool:
-        """Notes that a rank was lost. Returns whether the loss before was at the same step.
+    def take_step(self) -> Step | None:
+        """Returns the last step that rank 0 has noted, and removes the note; None if it has noted none."""
+        if self._backup_dir is None:
+            return None
+        progress = self._backup_dir.progress
+        step = progress.read()
+        progress.clear()
+        return step
+
+    def after_loss(self, step: Step | None) -> tuple[bool, str]:
+        """Decides after a loss.
 
         Args:
             step: Where it was lost; None if no step had begun.
+
+        Returns:
+            Whether the run is started again, and what the user is told of this.
         """
         before, self._last = self._last, step
-        return step is not None and step == before
-
-    def forbid_another_start(self, step: Step | None) -> bool:
-        """Notes that a rank was lost. Returns whether another start would end at the same step again, and says so.
-
-        Args:
-            step: Where it was lost; None if no step had begun.
-        """
-        is_vain = self.are_again_at(step)
-        if is_vain:
-            print(f"tfrep: {twice_at(step)}", file=sys.stderr)
-        return is_vain
+        if self._count == self._most:
+            return False, ""
+        if step is not None and step == before:
+            place = f"fit {step.fit}, epoch {step.epoch}, batch {step.batch}"
+            return False, f"The run was lost twice at the same step: {place}. It is not started again."
+        self._count += 1
+        return True, f"All ranks are started again ({self._count} of {self._most}). {where_it_goes_on(self._backup_dir)}"
 
 
 def rounds_here(events: Events, max_restarts: int, backup_dir: SharedFolder | None) -> Iterator[Round]:
@@ -142,22 +156,18 @@ def rounds_here(events: Events, max_restarts: int, backup_dir: SharedFolder | No
         >>> [each.number for each in rounds_here(Events(), 3, None)]
         [0]
     """
-    losses = Losses()
-    for number in range(max_restarts + 1):
-        progress = steps_noted(backup_dir)
+    restarts = Restarts(max_restarts, backup_dir)
+    restarts.take_step()  # Of an earlier run.
+    for number in itertools.count():
         this = Round(number, events)
         yield this
-        failure = this.failure
-        if failure is None or not failure.was_lost or number == max_restarts:
+        if this.failure is None or not this.failure.was_lost:
             return
-        step = progress.read() if progress else None
-        if losses.forbid_another_start(step):
+        again, told = restarts.after_loss(restarts.take_step())
+        if told:
+            print(f"tfrep: {how_lost(this.failure)}. {told}" if again else f"tfrep: {told}", file=sys.stderr)
+        if not again:
             return
-        print(
-            f"tfrep: {how_lost(failure)}. All ranks are started again ({number + 1} of {max_restarts})."
-            f" {where_it_goes_on(backup_dir)}",
-            file=sys.stderr,
-        )
 
 
 def no_backup_dir(max_restarts: int, **received: Any) -> ConfigurationError:
@@ -174,26 +184,6 @@ def how_lost(failure: Failure) -> str:
         'rank 1 was lost (SIGKILL)'
     """
     return f"rank {failure.rank} {failure.frozen or f'was lost ({signal_name(failure.exit_code - 128)})'}"
-
-
-def twice_at(step: Step | None) -> str:
-    """Tells why a run is not started again.
-
-    Example:
-        >>> twice_at(Step(0, 2, 7))
-        'The run was lost twice at the same step: fit 0, epoch 2, batch 7. It is not started again.'
-    """
-    place = f": fit {step.fit}, epoch {step.epoch}, batch {step.batch}" if step else ""
-    return f"The run was lost twice at the same step{place}. It is not started again."
-
-
-def steps_noted(backup_dir: SharedFolder | None) -> Progress | None:
-    """Returns where rank 0 will note its steps; what it noted in an earlier round is removed."""
-    if backup_dir is None:
-        return None
-    progress = backup_dir.progress
-    progress.clear()
-    return progress
 
 
 def where_it_goes_on(backup_dir: SharedFolder | None) -> str:
@@ -216,7 +206,7 @@ _HOST = r"[\w.-]+:[1-9][0-9]{0,4}"
 
 @dataclass(frozen=True)
 class Options:
-    """What kind of run is wanted.
+    """The options of a run.
 
     Args:
         num_replicas: How many replicas take part. Default: as many as `hosts` has places, else all GPUs of this machine, else one.
@@ -434,7 +424,6 @@ def run_to_end(
             told = happenings.Events(file)
             if this.number == 0:
                 remove_logs([*own_logs.values(), *filter(None, [file]), *log_dir.glob(flights.FLIGHTS), log_dir / flights.FILE])
-            told.tell("restart" if this.number else "start", number=this.number, ranks=list(ranks))
             of_first = {happenings.VARIABLE: str(file)} if file else {}
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             more_environ["PYTHONHASHSEED"] = this.nodes.hash_seed if this.nodes else own_seed
@@ -455,6 +444,7 @@ def run_to_end(
                     patience=patience if has_peers or options.is_backed_up else None,
                     grace=grace,
                     temporary=[note_dir],
+                    on_start=functools.partial(_tell_start, told, this.number, list(ranks)),
                 )
             if this.failure is not None:
                 told.tell("loss", rank=this.failure.rank, exit_code=this.failure.exit_code)
@@ -469,6 +459,10 @@ def run_to_end(
                 happenings.say(happenings.how_it_went(log_dir / happenings.FILE, time.monotonic() - begun))
         if last and failure is not None:
             raise RunFailed(last.story, failure, log_dir)
+
+
+def _tell_start(told: happenings.Events, number: int, ranks: list[int], pids: list[int]) -> None:
+    told.tell("restart" if number else "start", number=number, ranks=ranks, pids=pids)
 
 
 def _what_runs(options: Options, this: Round, transport: str, log_dir: Path) -> str:

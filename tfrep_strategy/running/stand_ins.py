@@ -1,4 +1,4 @@
-"""What a run puts where a script makes a strategy: the classes of TensorFlow and of this package give the run's own."""
+"""Stand-ins for the strategies that a script makes: the classes of TensorFlow and of this package give the run's own."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from tfrep_strategy.errors import ConfigurationError, PeerError, message
 from tfrep_strategy.running.logs import RunFailed
 from tfrep_strategy.running.nodes import Nodes, told_by
 from tfrep_strategy.running.ranks import GRACE_SECONDS, Events, Failure
-from tfrep_strategy.running.runs import Losses, Options, Round, twice_at, where_it_goes_on
+from tfrep_strategy.running.runs import Options, Restarts, Round, where_it_goes_on
 from tfrep_strategy.running.shared_folder import SharedFolder, check_reached, is_address, marked, shared_folder
 
 _log = logging.getLogger(__name__)
@@ -257,19 +257,16 @@ class _Judge:
 
     def __init__(self, options: Options, backup_dir: SharedFolder) -> None:
         assert options.node is not None
-        self._is_elastic, self._max_restarts = options.node.is_elastic, options.max_restarts
-        self._backup_dir = backup_dir
-        self._restarts, self._losses = 0, Losses()
-        self._progress = backup_dir.progress
+        self._is_elastic, self._backup_dir = options.node.is_elastic, backup_dir
+        self._restarts = Restarts(options.max_restarts, backup_dir)
 
     def forget_steps(self) -> None:
         """Forgets the steps of an earlier run, and must not be called while another launcher is machine 0."""
-        self._progress.clear()
+        self._restarts.take_step()
 
     def decide(self, ended: RoundEnd) -> Verdict:
         """Tells whether there is another round."""
-        step = self._progress.read()
-        self._progress.clear()
+        step = self._restarts.take_step()
         first = ended.failures[0] if ended.failures else None
         gone = [f"{who} was lost" for who in ended.lost] + [f"{who} has left" for who in ended.left]
         told = "; ".join(gone) + "." if gone else first.story if first else ""
@@ -282,14 +279,9 @@ class _Judge:
             exit_code = first.exit_code if first else ended.exit_code
             return Verdict(again=False, text=_sentence(told), exit_code=exit_code)
         exit_code = first.exit_code if first else 255
-        if self._restarts == self._max_restarts:
-            return Verdict(again=False, text=_sentence(told), exit_code=exit_code)
-        if self._losses.are_again_at(step):
-            return Verdict(again=False, text=f"{_sentence(told)}\n{twice_at(step)}", exit_code=exit_code)
-        self._restarts += 1
-        count = f"{self._restarts} of {self._max_restarts}"
-        text = f"{_sentence(told)}\nAll ranks are started again ({count}). {where_it_goes_on(self._backup_dir)}"
-        return Verdict(again=True, text=text)
+        again, what = self._restarts.after_loss(step)
+        text = f"{_sentence(told)}\n{what}" if what else _sentence(told)
+        return Verdict(again, text, 0 if again else exit_code)
 
 
 def _stopped(number: int) -> RunFailed:

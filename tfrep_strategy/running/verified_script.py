@@ -32,7 +32,7 @@ few of these are close. Steps are compared more closely, and so are the metrics 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What was found.
+    """The result of a comparison.
 
     Attributes:
         exit_code: 0 if nothing differs, 1 if something does, 2 if there is nothing to compare, or that of a run that has failed.
@@ -110,7 +110,7 @@ def verify_script(
             how = "Put the step of a loop of your own into a function with tfrep.partition."
             return Verdict(2, ["Nothing was compared: the script calls no fit, evaluate, predict, or partitioned function.", how])
         for name, more in {"one": {}, "nudged": {"TFREP_VERIFY_NUDGE": "1"}}.items():
-            if code := run(name, ["-n", "1"], **more):
+            if code := run(name, ["-n", "1"], TFREP_VERIFY_STANDS_FOR=str(num_replicas), **more):
                 return Verdict(code, ["The run on one device has failed.", compared])
         if any(each["draws"] for each in told):
             beside = "Results are not compared: steps draw numbers without a seed, which are others in each run."

@@ -228,7 +228,7 @@ class SynchronousStrategy(HasOneReplica, ShowsNewNames, tf.distribute.Strategy):
             >>> strategy.assert_in_sync([v])
         """
         if every is not None:
-            check_count("A check comes after at least one step.", every=every)
+            check_count("Replicas are compared after one or more steps.", every=every)
             self.check_sync_every = every
         self.extended.synchronize_new_variables()
         variables = in_sync.variables_of(model_or_variables)

@@ -28,6 +28,7 @@ from tfrep_strategy.keras_integration.refusals import NoticesKeras2
 from tfrep_strategy.keras_integration.synchronous.threads import answers_alone
 from tfrep_strategy.partitioner.between_replicas import Gradients
 from tfrep_strategy.partitioner.emitter import Transport
+from tfrep_strategy.partitioner.second_axis import BATCH, MODEL
 from tfrep_strategy.strategies.partitioned_steps import PartitionedSteps
 from tfrep_strategy.strategies.settings import functions
 from tfrep_strategy.strategies.variables import PartVariable, ReplicaVariable, ShardedWeight, StepsSinceMerge, with_our_class
@@ -118,6 +119,7 @@ class SynchronousExtended(NoticesKeras2):
         self.cut_of_new_variables: Setting[Cut | None] = Setting(None)
         """The part of new variables that each replica holds; None if each holds the whole."""
         self._acts_alone = False
+        self._transports: dict[int, Transport] = {}
         self._pid = os.getpid()
         self.totals: dict[int, tf.Tensor] = {}
         """Values of variables that were summed together before they are read, by the ids of the variables."""
@@ -229,8 +231,8 @@ class SynchronousExtended(NoticesKeras2):
         """Whether XLA may compile a whole step: only a single replica runs no collectives."""
         return self._num_replicas_in_sync == 1
 
-    takes_whole_batch = False
-    """Whether each replica computes with all rows of a batch, and its parts of the weights."""
+    model_size = 1
+    """Number of consecutive replicas that compute with the same rows of a batch, and with parts of the weights."""
 
     keeps_own_rows = False
     """Whether a process keeps only its own rows of sharded results."""
@@ -269,15 +271,35 @@ class SynchronousExtended(NoticesKeras2):
         return [list(each) for each in zip(*results, strict=True)]
 
     @property
-    @abc.abstractmethod
     def transport(self) -> Transport:
         """The transport between the replicas in a partitioned step."""
+        if self.model_size not in self._transports:
+            with tf.init_scope():
+                self._transports[self.model_size] = self._new_transport()
+        return self._transports[self.model_size]
+
+    @abc.abstractmethod
+    def _new_transport(self) -> Transport:
+        """Makes the transport for the present `model_size`."""
+
+    @property
+    def groups(self) -> dict[str, list[list[int]]]:
+        """The replicas that a collective along an axis of the mesh connects, by the name of the axis; empty for one axis."""
+        replicas, size = list(range(self._num_replicas_in_sync)), self.model_size
+        if size in (1, len(replicas)):
+            return {}
+        within = [replicas[first : first + size] for first in replicas[::size]]
+        return {MODEL: within, BATCH: [replicas[place::size] for place in range(size)]}
+
+    def in_groups(self, shards: Shards) -> Shards:
+        """Gives each replica of this process the rows of all replicas that compute with the same rows."""
+        return shards
 
     def rows_before(self, count: tf.Tensor) -> tf.Tensor:
         """Returns the number of rows of a batch on the processes before this one. Every process must call it.
 
         Args:
-            count: int32 scalar, the number of rows of this process.
+            count: int32 scalar, the number of rows of this process, with those of its group.
         """
         return tf.zeros_like(count)
 

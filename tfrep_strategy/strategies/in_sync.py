@@ -128,7 +128,7 @@ def compare(replicas: Sequence[Sequence[Checksum]]) -> None:
         raise DesyncError(
             message(
                 "Replicas hold different numbers of variables.",
-                hint="build the same model everywhere.",
+                hint="build the same model on every replica.",
                 code="TFREP-E022",
                 held=lengths,
             )

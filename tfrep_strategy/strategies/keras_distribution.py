@@ -20,12 +20,12 @@ def enable_keras_distribution() -> None:
     scope of a strategy, its replicas are the devices. Each process gets the global batch, as each replica of a strategy does.
 
     Example:
-        >>> import keras
-        >>> _ = use_logical_cpus(2)
+        >>> _ = tfrep.use_logical_cpus(2)
         >>> enable_keras_distribution()
         >>> keras.distribution.set_distribution(keras.distribution.DataParallel())
         >>> tf.distribute.get_strategy().num_replicas_in_sync
         2
+        >>> keras.distribution.set_distribution(None)
     """
     distribution.make_strategy = _strategy_of
 

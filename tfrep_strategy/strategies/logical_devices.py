@@ -38,7 +38,7 @@ class LogicalDevices:
             raise ConfigurationError(
                 message(
                     "The number of devices is not a multiple of devices_per_replica.",
-                    hint="pass as many devices for each replica.",
+                    hint="pass devices_per_replica devices for each replica.",
                     devices=list(devices),
                     devices_per_replica=devices_per_replica,
                 )
@@ -57,8 +57,8 @@ class LogicalDevices:
         if not is_count(index, 0, count - 1):
             raise ConfigurationError(
                 message(
-                    f"A replica has {count} logical device(s).",
-                    hint="make the strategy with devices_per_replica=...; the first device is 0.",
+                    f"There is no such logical device: a replica has {count}.",
+                    hint=f"use a number from 0 to {count - 1}, or make the strategy with a larger devices_per_replica.",
                     logical_device=index,
                     **details,
                 )

@@ -29,7 +29,7 @@ from tfrep_strategy.core.tf import (
 from tfrep_strategy.core.validation import MOST_PROCESSES, checked
 from tfrep_strategy.data.batches import concatenate, map_rows
 from tfrep_strategy.errors import ConfigurationError, check_count, message, shown, warn
-from tfrep_strategy.partitioner.between_replicas import WithinProcess
+from tfrep_strategy.partitioner.between_replicas import Groups, WithinProcess
 from tfrep_strategy.partitioner.emitter import Transport
 from tfrep_strategy.strategies import in_sync
 from tfrep_strategy.strategies.base import GradientAggregator, GradientTransformer, SynchronousStrategy
@@ -70,7 +70,7 @@ def use_logical_cpus(n: int) -> list[str]:
             raise ConfigurationError(
                 message(
                     f"TensorFlow is already initialized, with {present} logical CPU(s).",
-                    hint="call use_logical_cpus before TensorFlow is used.",
+                    hint="call use_logical_cpus before TensorFlow is used; in a notebook, restart the kernel first.",
                     code="TFREP-E004",
                     n=n,
                 )
@@ -170,7 +170,7 @@ class MirroredStrategy(SynchronousStrategy):
         if shard_optimizer_state and self.devices_per_replica > 1:
             raise ConfigurationError(
                 message(
-                    "The optimizer's state can be sharded over replicas of one device each only.",
+                    "The optimizer's state can be sharded only if each replica has one device.",
                     hint="leave out devices_per_replica, or shard_optimizer_state.",
                     shard_optimizer_state=shard_optimizer_state,
                     devices_per_replica=devices_per_replica,
@@ -231,9 +231,19 @@ class _Extended(SynchronousExtended, MirroredExtended):
     def _all_replicas(self) -> LocalGroup:
         return LocalGroup(self.strategy, range(self.num_local_replicas))
 
-    @functools.cached_property
-    def transport(self) -> Transport:
-        return WithinProcess(self.logical_devices.of_replica, self._all_replicas.nccl, self.of_gradients)
+    def _new_transport(self) -> Transport:
+        transport = self._transport_of(range(self.num_local_replicas))
+        transport.groups = {axis: Groups(each, list(map(self._transport_of, each))) for axis, each in self.groups.items()}
+        return transport
+
+    def _transport_of(self, replicas: Sequence[int]) -> WithinProcess:
+        devices = [self.logical_devices.of_replica[replica] for replica in replicas]
+        return WithinProcess(devices, LocalGroup(self.strategy, replicas).nccl, self.of_gradients)
+
+    def in_groups(self, shards: Shards) -> Shards:
+        parts, size = shards.parts, self.model_size
+        groups = [map_rows(lambda *rows: concatenate(rows), *parts[first : first + size]) for first in range(0, len(parts), size)]
+        return shards._replace(parts=tuple(group for group in groups for _ in range(size)))
 
     def communicator_of(self, replica: int) -> Communicator:
         return self._all_replicas.communicator(replica)

@@ -222,8 +222,8 @@ def _outside_of_trace(value: Any) -> Any:
     if known is None:
         raise ConfigurationError(
             message(
-                "A variable that is made in a step cannot begin with a value that the step computes.",
-                hint="begin with a constant, and assign the value.",
+                "The initial value of a variable that a step makes cannot be computed by the step.",
+                hint="use a constant as initial value, then assign the computed value.",
                 initial_value=value,
             )
         )
@@ -290,7 +290,16 @@ class OneDeviceTrace:
         asked = verification()
         local, replicas = self.strategy.extended.num_local_replicas, self.strategy.num_replicas_in_sync
         is_asked = hears_of_steps.value is not None
-        self.step = PartitionedStep(graph, given, local, replicas, keeps_rows, is_observed=asked is not None, keeps_plan=is_asked)
+        self.step = PartitionedStep(
+            graph,
+            given,
+            local,
+            replicas,
+            keeps_rows,
+            is_observed=asked is not None,
+            keeps_plan=is_asked,
+            model_size=self.strategy.extended.model_size,
+        )
         self._watch = None if asked is None else self._watched(asked)
         self.without_rule = self.step.without_rule
 
@@ -331,7 +340,8 @@ class OneDeviceTrace:
         variables, resources = [], {}
         for place, captured in enumerate(self._captured, self._num_batch):
             variable, given = _variable_of(captured), _given(captured)
-            if captured.dtype != tf.resource or isinstance(given.placement, (Own, Parts, Shard)):
+            placements = given.placement, given.of_model
+            if captured.dtype != tf.resource or any(isinstance(each, (Own, Parts, Shard)) for each in placements):
                 continue
             if not isinstance(variable, (tf.Variable, DistributedVariable)):  # A table, say.
                 resources[place] = captured
@@ -387,10 +397,11 @@ def _copies(captured: Any) -> list[Any]:
 def _given(captured: Any) -> Given:
     variable = _variable_of(captured)
     if isinstance(variable, ShardedWeight):
-        return Given(variable.placement, dims=tuple(variable.shape))
+        placement, of_model = variable.placements
+        return Given(placement, of_model, dims=tuple(variable.shape))
     if isinstance(variable, PartVariable):
-        return Given(OWN)
+        return Given(OWN, OWN)
     is_partial = isinstance(variable, DistributedVariable) and is_sum(variable)
     is_handle = captured.dtype == tf.resource
     placement = PARTIAL if is_partial else REPLICATE
-    return Given(placement, is_shared=is_handle and len(_copies(captured)) == 1, is_whole=not is_handle)
+    return Given(placement, placement, is_shared=is_handle and len(_copies(captured)) == 1, is_whole=not is_handle)

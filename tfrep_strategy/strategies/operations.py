@@ -26,7 +26,7 @@ from tfrep_strategy.strategies.extended import SynchronousExtended
 
 _COLLECTIVES = ("Collective", "Horovod")
 """Prefixes of operation types. Collectives that are calls of Python have an assignment beside them (`Order.mark`)."""
-_APART = "The replicas take different branches, in which there is a collective. Received: what each has decided ="
+_APART = "The replicas take different branches of a condition, and a branch has a collective. Received: choices of the replicas ="
 _HINT = "\nHint: decide by what is the same on all replicas, such as tfrep.all_reduce(loss, 'mean')."
 
 

@@ -366,7 +366,10 @@ class ParameterServerStrategy(ShowsNewNames, tf.distribute.ParameterServerStrate
         num_workers = len(self._jobs["worker"])
         if replicas_to_aggregate is not None:
             check_count(
-                f"There are {num_workers} workers to wait for.", 1, num_workers, replicas_to_aggregate=replicas_to_aggregate
+                f"An update waits for gradients of at most {num_workers} workers.",
+                1,
+                num_workers,
+                replicas_to_aggregate=replicas_to_aggregate,
             )
         if replicas_to_aggregate is not None and not sync:
             raise ConfigurationError(
@@ -542,7 +545,7 @@ def _checked_jobs(resolver: Any) -> dict[str, list[str]]:
     unknown = sorted(set(jobs) - {"chief", "worker", "ps", "evaluator"})
     if unknown:
         raise ConfigurationError(
-            message("The cluster has a job of another kind.", hint="use chief, worker, ps, evaluator.", jobs=unknown)
+            message("The cluster has an unknown job.", hint="name the jobs chief, worker, ps and evaluator.", jobs=unknown)
         )
     for job in ("chief", "evaluator"):
         if len(jobs.get(job, ())) > 1:
@@ -550,8 +553,8 @@ def _checked_jobs(resolver: Any) -> dict[str, list[str]]:
     if own_job == "evaluator":
         raise ConfigurationError(
             message(
-                "An evaluator takes no part in the training.",
-                hint="run tfrep.SidecarEvaluator there.",
+                "This task is the evaluator, which does not train.",
+                hint="run a tfrep.SidecarEvaluator in this process, without a strategy.",
                 type="evaluator",
             )
         )
@@ -561,7 +564,7 @@ def _checked_jobs(resolver: Any) -> dict[str, list[str]]:
         )
     if own_job and (own_index is None or not 0 <= own_index < len(jobs[own_job])):
         raise ConfigurationError(
-            message("There is no such task.", hint=f"job {own_job!r} has {len(jobs[own_job])}, from 0.", index=own_index)
+            message("There is no such task.", hint=f"job {own_job!r} has tasks 0 to {len(jobs[own_job]) - 1}.", index=own_index)
         )
     return jobs
 

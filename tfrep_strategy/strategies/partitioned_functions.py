@@ -171,7 +171,7 @@ def partition(function: Callable[..., Any]) -> PartitionedFunction:
         (3.5, 28.0)
     """
     if not callable(function):
-        raise ConfigurationError(message("Only functions can be partitioned.", hint="pass one.", function=function))
+        raise ConfigurationError(message("Only a function can be partitioned.", hint="pass the training step.", function=function))
     return function if isinstance(function, PartitionedFunction) else PartitionedFunction(function)
 
 
@@ -267,7 +267,7 @@ class PartitionedFunction:
                 self._note_call(extended, given)
             if len(set(extended.all_gather_object(fingerprint.digest))) > 1:
                 warn(
-                    f"Ranks call {name} with other arguments, so each of them computes for its own.\n"
+                    f"Ranks call {name} with different arguments, so each rank computes all of it for its own arguments.\n"
                     "Hint: give all ranks the same batches, so that they share the work; or set partition_functions=False."
                 )
                 return _NotShared(["Each process computes all of it, since ranks have called it with other arguments."])
@@ -394,20 +394,20 @@ class _Step:
             flat = [next(there) if is_tensor else x for x, is_tensor in zip(tf.nest.flatten(empty), places, strict=True)]
             args, kwargs = tf.nest.pack_sequence_as(empty, flat)
             alike = {id(x): is_alike for x, is_alike in zip(tensors, given.alike, strict=True) if isinstance(x, _READ)}
-            with shared_reading(replicas, check_read, alike, read):
+            with shared_reading(replicas // extended.model_size, check_read, alike, read):
                 return converted(*args, **kwargs)
 
         step: Callable[[Any], Any] = compiled_between_collectives(traced) if compiled else traced
         of_process = [x.dtype == tf.resource for x in _dense(given.tensors)]  # An iterator.
         shared = [
-            Given(Shard(0) if is_row else REPLICATE, is_shared, is_whole=True)
+            Given(Shard(0) if is_row else REPLICATE, is_shared=is_shared, is_whole=True)
             for is_row, is_shared in zip(given.are_rows, of_process, strict=True)
         ]
         specs = given.specs, tf.TensorSpec([len(shared) + 1], tf.int64)
         try:
             self._trace = OneDeviceTrace(strategy, step, specs, [*shared, Given()])
         except CannotPartitionError as error:
-            warn(f"Each process computes all of {name}: that is right, but no faster than one device.\n{error}")
+            warn(f"Each process computes all of {name}. This is correct, but no faster than one device.\n{error}")
             self._trace = OneDeviceTrace(strategy, step, specs, [Given()] * (len(shared) + 1))
         self._checksum = tf.constant(zlib.crc32(name.encode()), tf.int64)
         self._name, self._place = name, given.are_rows.index(True) if True in given.are_rows else None
@@ -439,7 +439,7 @@ class _Step:
             total = tf.shape(tensors[self._place])[0]
         rows = []
         for replica in range(first, first + extended.num_local_replicas):
-            start, stop = bounds(total, size, replica)
+            start, stop = bounds(total, size // extended.model_size, replica // extended.model_size)
             rows.append(OwnRows(*map(tf.convert_to_tensor, (start, stop - start, total, replica))))
         sums = tf.concat([_checksums(tensors), [self._checksum]], 0)
         return self._trace.run(rows, [[*tensors, sums]] * len(rows)).whole_results().results

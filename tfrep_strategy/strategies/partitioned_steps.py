@@ -13,7 +13,7 @@ from tfrep_strategy.core.calls import line_of
 from tfrep_strategy.core.step import KnownRows, Shards, Whole
 from tfrep_strategy.data.batches import any_size, bounds, is_nothing, known_total, num_examples
 from tfrep_strategy.errors import CannotPartitionError, TfrepError, message, warn
-from tfrep_strategy.partitioner.placements import REPLICATE, WHOLE, Offset, Rows, Shard
+from tfrep_strategy.partitioner.placements import REPLICATE, Offset, Rows, Shard
 from tfrep_strategy.partitioner.planner import ON_PURPOSE
 from tfrep_strategy.partitioner.step import Given
 from tfrep_strategy.partitioner.values import OwnRows
@@ -56,9 +56,8 @@ class PartitionedSteps:
         if tf.executing_eagerly():
             return Whole(self._eagerly(fn, shards))
         has_rows = any(leaf.shape.rank for leaf in _tensors(shards.parts[0]))
-        is_whole = not has_rows or self._strategy.extended.takes_whole_batch
-        if self._known.alike is not None or is_whole:
-            return (self._in_rows if self._known.alike and not is_whole else self._of_all)(fn, shards).whole_results()
+        if self._known.alike is not None or not has_rows:
+            return (self._in_rows if self._known.alike and has_rows else self._of_all)(fn, shards).whole_results()
         made: list[Results] = []
 
         def of(run: Callable[[Any, Shards], Results], given: Shards) -> list[tf.Tensor]:
@@ -78,7 +77,7 @@ class PartitionedSteps:
         extended, batch = self._strategy.extended, self._whole(shards)
         if "eager" not in self._reported:
             self._reported.add("eager")
-            warn("Steps run eagerly: each process computes the whole batch. That is right, but no faster than one device.")
+            warn("Steps run eagerly: each process computes the whole batch. This is correct, but no faster than one device.")
         with _as_one_device(extended), one_replica(self._strategy, is_traced=False):
             results = fn(batch)
         if not self._keeps_rows:
@@ -96,12 +95,15 @@ class PartitionedSteps:
         total = known_total(shards.parts, self._strategy.num_replicas_in_sync) or self._known.total
         leaves = tf.nest.flatten(shards.parts[0])
         key = total, *map(_with_open_rows, leaves)
-        wholes = self._wholes(shards)
+        wholes, own = self._wholes(shards), shards
+        are_in_groups = self._strategy.extended.model_size > 1
+        if are_in_groups:
+            shards = self._strategy.extended.in_groups(shards)
         if key not in self._traced:
             try:
                 self._traced[key] = self._trace(fn, shards.parts[0], total, [*map(_given_for, leaves, wholes)])
             except CannotPartitionError as error:
-                warn(f"Each replica computes all rows of a step: that is right, but no faster than one device.\n{error}")
+                warn(f"Each replica computes all rows of a step. This is correct, but no faster than one device.\n{error}")
                 self._traced[key] = None
             self._compare(key)
             self._tell_of(self._traced[key], total)
@@ -117,7 +119,11 @@ class PartitionedSteps:
             ]
             for part in shards.parts
         ]
-        return traced.run(self._rows(shards, traced.step.asks_for_start), batches)
+        results = traced.run(self._rows(shards, traced.step.asks_for_start, are_in_groups), batches)
+        if not self._keeps_rows or not are_in_groups:
+            return results
+        rows = self._rows(own, with_start=True)[0]
+        return results._replace(tensors=[_own_of(x, rows) for x in results.tensors])
 
     def _compare(self, key: Any) -> None:
         """Refuses a step that other processes have traced differently."""
@@ -148,8 +154,6 @@ class PartitionedSteps:
             leaves = tf.nest.flatten(specs)
             of_rows = next((each for each in self._traced.values() if each is not None and each.takes(leaves)), None)
             given = [Given()] * len(tensors)
-            if self._known.alike and self._strategy.extended.takes_whole_batch:
-                given = [Given(dims=(Rows(1, WHOLE), *x.shape[1:]) if x.shape.rank else None) for x in tensors]
             new = OneDeviceTrace(self._strategy, fn, specs, given) if of_rows is None else of_rows.of_all_rows()
             traced = self._traced[key] = new
             self._compare(key)
@@ -158,17 +162,18 @@ class PartitionedSteps:
         results = traced.run(rows, [tensors] * len(shards.parts))
         return results._replace(tensors=[_own_of(x, rows[0]) for x in results.tensors]) if self._keeps_rows else results
 
-    def _rows(self, shards: Shards, with_start: bool) -> list[OwnRows]:
+    def _rows(self, shards: Shards, with_start: bool, are_in_groups: bool = False) -> list[OwnRows]:
         extended = self._strategy.extended
+        size = extended.model_size if are_in_groups else 1
         total, counts = tf.cast(shards.total, tf.int32), [tf.cast(num_examples(part), tf.int32) for part in shards.parts]
         start, is_even = tf.constant(0), self._known.are_even
         if with_start and extended.num_local_replicas < extended._num_replicas_in_sync:
-            first = extended.first_local_replica
+            first = extended.first_local_replica // size * size
             start = bounds(total, extended._num_replicas_in_sync, first)[0] if is_even else extended.rows_before(counts[0])
         rows = []
         for replica, count in enumerate(counts, extended.first_local_replica):
             rows.append(OwnRows(start, count, total, tf.constant(replica)))
-            start += count
+            start += count if (replica + 1) % size == 0 else 0
         return rows
 
     def run_without_batch(self) -> None:
@@ -205,7 +210,8 @@ class PartitionedSteps:
         for specs in ways:
             try:
                 batch = tf.nest.pack_sequence_as(part, specs)
-                traced.append(OneDeviceTrace(self._strategy, fn, batch, [*itertools.chain(*given)], self._keeps_rows))
+                keeps_rows = self._keeps_rows and self._strategy.extended.model_size == 1
+                traced.append(OneDeviceTrace(self._strategy, fn, batch, [*itertools.chain(*given)], keeps_rows))
             except (TfrepError, tf.errors.OpError):
                 raise
             except Exception:  # The step may need the number of rows, as in `tf.zeros([x.shape[0], 8])`.
@@ -229,8 +235,8 @@ class PartitionedSteps:
         if new:
             warn(
                 message(
-                    "Operations of a step have no rule for rows that several replicas have. So each replica computes them for"
-                    " all rows: that is right, but no faster than one device.",
+                    "Operations of a step cannot be split among replicas, so each replica computes them for all rows. This is"
+                    " correct, but no faster than one device.",
                     hint="use such operations as late in a step as you can. See docs/exactness.md.",
                     code="TFREP-E023",
                     operations=new,

@@ -26,11 +26,12 @@ from tfrep_strategy.core.tf import (
 )
 from tfrep_strategy.data import distribution
 from tfrep_strategy.data.agreement import Agreement, Fingerprint, FirstBatch, difference
-from tfrep_strategy.data.batches import all_alike, as_tensors, num_examples, open_sizes, with_all_open, with_open_sizes
+from tfrep_strategy.data.batches import all_alike, as_tensors, map_rows, num_examples, open_sizes, with_all_open, with_open_sizes
 from tfrep_strategy.data.distribution import ReplicaDataset
 from tfrep_strategy.errors import ConfigurationError, DesyncError, message, warn
 from tfrep_strategy.partitioner.between_replicas import BetweenProcesses
 from tfrep_strategy.partitioner.emitter import Transport
+from tfrep_strategy.partitioner.second_axis import MODEL
 from tfrep_strategy.strategies import in_sync
 from tfrep_strategy.strategies.extended import SynchronousExtended, gathered, without_rows
 from tfrep_strategy.strategies.in_sync import check_order, own_random_operations, share_random_state
@@ -64,8 +65,11 @@ def shortest(sizes: Sequence[int]) -> int:
         return sizes[0]
     ranks = [rank for rank, size in enumerate(sizes) if size == min(known)]
     warn(
-        f"The data of rank {ranks} ends after {min(known)} batches, before that of the other ranks, so an epoch ends"
-        f" there for all. Received: batches={sizes}",
+        message(
+            f"Ranks {ranks} have fewer batches than the others, so an epoch of all ranks ends after {min(known)} batches.",
+            hint="give all ranks the same number of batches.",
+            batches=sizes,
+        )
     )
     return min(known)
 
@@ -146,8 +150,8 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
         if synchronization not in _SYNCHRONIZATIONS or aggregation not in list(tf.VariableAggregation):
             raise ConfigurationError(
                 message(
-                    "A variable that replicas cannot keep.",
-                    hint="synchronization is AUTO, ON_WRITE or ON_READ, aggregation a tf.VariableAggregation.",
+                    "Replicas cannot keep a variable with this synchronization and aggregation.",
+                    hint="use AUTO, ON_WRITE or ON_READ, and a tf.VariableAggregation.",
                     name=variable.name,
                     synchronization=synchronization,
                     aggregation=aggregation,
@@ -244,12 +248,27 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
     def bucket_bytes_for(self, tensors: Sequence[Any]) -> int:
         return self.strategy.bucket_bytes or self._communicator.bucket_bytes
 
-    @functools.cached_property
-    def transport(self) -> Transport:
-        return BetweenProcesses(self._communicator, self._device, self.of_gradients)
+    def _new_transport(self) -> Transport:
+        transport = self._between(self._communicator)
+        transport.groups = {axis: self._between(self._own_of(groups)) for axis, groups in self.groups.items()}
+        return transport
+
+    def _own_of(self, groups: Sequence[Sequence[int]]) -> Communicator:
+        """Makes groups of ranks. All ranks call it, and each gets the communicator of its own."""
+        made = [self._communicator.subgroup(ranks) for ranks in groups]
+        return next(each for each in made if each is not None)
+
+    def _between(self, communicator: Communicator) -> BetweenProcesses:
+        return BetweenProcesses(communicator, self._device, self.of_gradients)
+
+    def in_groups(self, shards: Shards) -> Shards:
+        transport: Any = self.transport
+        group = transport.groups.get(MODEL, transport).communicator
+        return shards._replace(parts=(map_rows(lambda rows: gathered(rows, group), shards.parts[0]),))
 
     def rows_before(self, count: tf.Tensor) -> tf.Tensor:
-        return tf.reduce_sum(self._communicator.all_gather(count[tf.newaxis])[: self._communicator.rank])
+        of_groups = self._communicator.all_gather(count[tf.newaxis])[:: self.model_size]
+        return tf.reduce_sum(of_groups[: self._communicator.rank // self.model_size])
 
     def communicator_of(self, replica: int) -> Communicator:
         return self._communicator
@@ -331,9 +350,9 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
         if len(set(of_all)) > 1:
             raise DesyncError(
                 message(
-                    "The ranks make different weights.",
+                    "Ranks make different variables.",
                     hint="make the same variables in the same order on all ranks.",
-                    code="TFREP-E022",
+                    code="TFREP-E021",
                     weights=of_all,
                 )
             )

@@ -77,7 +77,7 @@ class CheckedSetting:
             raise ConfigurationError(
                 message(
                     f"{self._name} cannot change after the strategy is made.",
-                    hint="make another strategy with it.",
+                    hint="pass it to the constructor.",
                     code="TFREP-E008",
                     **{self._name: value},
                 )
@@ -90,8 +90,8 @@ class CheckedSetting:
         if self._fixed and not self._at_first and value != getattr(strategy, self._name):
             raise ConfigurationError(
                 message(
-                    f"The run has made its strategy, and {self._name} cannot change any more.",
-                    hint="leave it out, or run the script by python.",
+                    f"The run has already made its strategy, so {self._name} cannot change.",
+                    hint="leave it out, or start the script with python instead of tfrep run.",
                     code="TFREP-E008",
                     **{self._name: value},
                 )
@@ -127,8 +127,11 @@ def take_settings(strategy: Any, made: type, args: Sequence[Any], kwargs: Mappin
             setting.take(strategy, value)
         else:
             warn(
-                f"The strategy of this run is a {type(strategy).__name__}, which has no setting {name}.\n"
-                f"Hint: choose another one by `tfrep run --strategy`. Received: {name}={value!r}",
+                message(
+                    f"The strategy of this run is a {type(strategy).__name__}, which has no setting {name}.",
+                    hint="choose another strategy by `tfrep run --strategy`.",
+                    **{name: value},
+                )
             )
 
 
@@ -138,8 +141,8 @@ def _warn_of_another(strategy: Any, wanted: Any) -> None:
     if isinstance(wanted, str) and chosen is not None and wanted not in ("auto", chosen):
         warn(
             message(
-                f"The processes of this run talk through the communicator {chosen!r}, which the run has chosen.",
-                hint=f"choose another one by `tfrep run --communicator {wanted}`.",
+                f"This run uses the communicator {chosen!r}, not the one that the script names.",
+                hint=f"start it with `tfrep run --communicator {wanted}`.",
                 communicator=wanted,
             ),
         )
@@ -161,7 +164,7 @@ def one_of(*names: str) -> Callable[[str, Any], str]:
     def check(name: str, value: Any) -> str:
         if not isinstance(value, str) or value not in names:
             choice = " or ".join(f'"{each}"' for each in names)
-            raise ConfigurationError(message(f"{name} has no such value.", hint=f"use {choice}.", **{name: value}))
+            raise ConfigurationError(message(f"{name} cannot have this value.", hint=f"use {choice}.", **{name: value}))
         return value
 
     return check

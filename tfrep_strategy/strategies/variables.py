@@ -25,7 +25,7 @@ from tfrep_strategy.core.tf import (
     sync_on_read_context,
 )
 from tfrep_strategy.errors import ConfigurationError, message
-from tfrep_strategy.partitioner.placements import OF_LAYOUT, Parts, Shard
+from tfrep_strategy.partitioner.placements import OF_LAYOUT, REPLICATE, Parts, Placement, Shard
 
 _REDUCED = (tf.VariableAggregation.SUM, tf.VariableAggregation.MEAN)
 _creation_order = itertools.count()
@@ -417,8 +417,8 @@ class PartVariable(ReplicaVariable):
             if self.held is None:
                 raise ConfigurationError(
                     message(
-                        "A process alone cannot read a variable that is sharded.",
-                        hint="read it where all processes do.",
+                        "One rank alone cannot read a sharded variable.",
+                        hint="read it on all ranks.",
                         variable=self.name,
                     )
                 )
@@ -447,13 +447,17 @@ class ShardedWeight(PartVariable):
         """The whole value, while a one-device step runs eagerly."""
 
     @property
-    def placement(self) -> Parts | Shard:
-        """How a partitioned step has its value."""
+    def placements(self) -> tuple[Placement, Placement]:
+        """How a partitioned step has its value: among replicas that have different rows, and among those that have the same."""
         if isinstance(self.cut, Along):
-            return Shard(self.cut.axis, self.cut.width, OF_LAYOUT)
+            across, within = (
+                REPLICATE if axis is None else Shard(axis, self.cut.part_shape[axis], OF_LAYOUT) for axis in self.cut.axes
+            )
+            return across, within
         width = self.cut.part_shape.num_elements()
         shape, part_shape = tuple(self.shape.as_list()), tuple(self.cut.part_shape.as_list())
-        return Parts(width, self.cut.size, self.shape.num_elements(), True, shape, part_shape)
+        parts = Parts(width, self.cut.size, self.shape.num_elements(), True, shape, part_shape)
+        return parts, parts
 
     @property
     def trainable(self) -> bool:
@@ -469,7 +473,7 @@ class ShardedWeight(PartVariable):
         if not self._stands_in:
             raise ConfigurationError(
                 message(
-                    "The gradient of a sharded weight is wanted outside a step that replicas share.",
+                    "The gradient of a sharded weight can be computed only in a step that replicas share.",
                     hint="compute it in a @tf.function that trains and is called in the scope, or leave out shard_weights.",
                     variable=self.name,
                 )
@@ -523,7 +527,7 @@ class ShardedWeight(PartVariable):
             return self._primary
         raise ConfigurationError(
             message(
-                "A function under strategy.run cannot read or assign a weight that is sharded.",
+                "A function under strategy.run cannot read or assign a sharded weight.",
                 hint="train with fit or a @tf.function that is called in the scope, without strategy.run.",
                 variable=self.name,
             )

@@ -337,7 +337,9 @@ class LearningRateWarmup(keras.callbacks.LearningRateScheduler):
         super().__init__(self._learning_rate_at)
         _check_learning_rate(learning_rate)
         if isinstance(epochs, bool) or not isinstance(epochs, (int, float)) or not epochs > 0:
-            raise ConfigurationError(message("A warm-up needs some epochs.", hint="use a positive number.", epochs=epochs))
+            raise ConfigurationError(
+                message("A warm-up lasts a positive number of epochs.", hint="use a positive number.", epochs=epochs)
+            )
         if replicas is not None:
             check_count("There is at least one replica.", replicas=replicas)
         if steps_per_epoch is not None:
@@ -393,7 +395,7 @@ class LearningRateWarmup(keras.callbacks.LearningRateScheduler):
         steps = self.steps_per_epoch or self.params["steps"]
         if steps is None:
             raise ConfigurationError(
-                message("Nothing tells how long an epoch is.", hint="pass steps_per_epoch=...", steps_per_epoch=None)
+                message("The length of an epoch is not known.", hint="pass steps_per_epoch=...", steps_per_epoch=None)
             )
         if self._epoch + batch / steps >= self.epochs:
             return
@@ -438,7 +440,7 @@ _SCHEDULES_WARM_UP = "A schedule has its own warm-up: CosineDecay(..., warmup_ta
 def _check_learning_rate(learning_rate: Any) -> None:
     if isinstance(learning_rate, keras.optimizers.schedules.LearningRateSchedule):
         hint = f"scale the numbers that it is made of. {_SCHEDULES_WARM_UP}"
-        raise ConfigurationError(message("A schedule is no number.", hint=hint, learning_rate=learning_rate))
+        raise ConfigurationError(message("The learning rate is a schedule, not a number.", hint=hint, learning_rate=learning_rate))
     is_number = isinstance(learning_rate, (int, float)) and not isinstance(learning_rate, bool)
     if not is_number or not 0 < learning_rate < math.inf:
         raise ConfigurationError(

@@ -3,8 +3,8 @@
 A checkpoint is a folder. Each rank writes a file of raw bytes, and then a report: a JSON file that says which bytes of which
 variables the file has. Rank 0 waits for the reports, and writes the index from them. A folder without an index is no checkpoint.
 
-The bytes of a part are runs of equal length within the whole variable, at equal distances (`Runs`). All ways to cut a variable
-have this form, so any number of replicas finds its parts in the files of any other.
+The bytes of a part are runs of equal length within the whole variable, at equal distances (`Runs`). A part along two axes may be
+several of these. All ways to cut a variable have this form, so any number of replicas finds its parts in the files of any other.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tfrep_strategy.errors import ConfigurationError, message
 from tfrep_strategy.keras_integration.saving.training_state import places_of, variables_of_training
 from tfrep_strategy.keras_integration.whole_files import require_space, synchronize, whole
 
-_FORMAT = 1
+_FORMAT = 2
 _INDEX = "index.json"
 _NAME = re.compile(r"checkpoint-(\d{8,})")
 _SECONDS_UNTIL_SEEN = 30.0
@@ -67,34 +67,52 @@ def new_folder(folder: str) -> str:
 
 
 class Runs(NamedTuple):
-    """Bytes of a variable: in each of some equal pieces of it, those from `start` to `stop`."""
+    """Bytes of a variable of some equal pieces: in the pieces from `first` to `last`, those from `start` to `stop`."""
 
     pieces: int
     start: int
     stop: int
+    first: int
+    last: int
 
     @property
     def size(self) -> int:
         """Number of bytes."""
-        return self.pieces * (self.stop - self.start)
+        return (self.last - self.first) * (self.stop - self.start)
 
 
 def _num_bytes(variable: Any) -> int:
     return math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
 
 
-def _runs(variable: Any, replica: int) -> Runs:
+def _runs(variable: Any, replica: int) -> list[Runs]:
     """Returns the bytes of a Keras variable that a replica holds."""
     cut, total, item = getattr(variable.value, "cut", None), _num_bytes(variable), tf.as_dtype(variable.dtype).size
     if cut is None:
-        return Runs(1, 0, total)
+        return [Runs(1, 0, total, 0, 1)]
     if isinstance(cut, Owned):
-        return Runs(1, 0, total if replica == cut.owner else 0)
+        return [Runs(1, 0, total if replica == cut.owner else 0, 0, 1)]
     if isinstance(cut, Along):
-        width = cut.width * item * math.prod(variable.shape[cut.axis + 1 :])
-        return Runs(math.prod(variable.shape[: cut.axis]), replica * width, (replica + 1) * width)
+        shape, begin, part = variable.shape, cut.begin(replica), cut.part_shape.as_list()
+        outer, *inner = sorted(axis for axis in cut.axes if axis is not None)
+        last = inner[0] if inner else outer
+        item *= math.prod(shape[last + 1 :])
+        start, stop, pieces = begin[last] * item, (begin[last] + part[last]) * item, math.prod(shape[:last])
+        if not inner:
+            return [Runs(pieces, start, stop, 0, pieces)]
+        between, each = math.prod(shape[outer + 1 : last]), math.prod(shape[outer:last])
+        low, high = begin[outer] * between, (begin[outer] + part[outer]) * between
+        return [Runs(pieces, start, stop, first + low, first + high) for first in range(0, pieces, each)]
     width = cut.part_shape.num_elements() * item  # The last parts are padded.
-    return Runs(1, min(replica * width, total), min((replica + 1) * width, total))
+    return [Runs(1, min(replica * width, total), min((replica + 1) * width, total), 0, 1)]
+
+
+def _writes(variable: Any, number: int, replica: int) -> bool:
+    """Returns whether a replica writes its part, which others may hold as well."""
+    cut = variable.value.cut
+    if not isinstance(cut, Along) or cut.axes[0] is not None:
+        return True
+    return bool(replica // cut.mesh[1] == number % cut.mesh[0])
 
 
 def _copy(source: np.ndarray, has: Runs, target: np.ndarray, wants: Runs, total: int) -> int:
@@ -103,21 +121,33 @@ def _copy(source: np.ndarray, has: Runs, target: np.ndarray, wants: Runs, total:
         return 0
     if has.pieces == wants.pieces:
         low, high = max(has.start, wants.start), min(has.stop, wants.stop)
-        if low >= high:
+        first, last = max(has.first, wants.first), min(has.last, wants.last)
+        if low >= high or first >= last:
             return 0
-        to = target.reshape(wants.pieces, -1)[:, low - wants.start : high - wants.start]
-        to[:] = source.reshape(has.pieces, -1)[:, low - has.start : high - has.start]
-        return to.size
+        to = target.reshape(wants.last - wants.first, -1)[first - wants.first : last - wants.first]
+        given = source.reshape(has.last - has.first, -1)[first - has.first : last - has.first]
+        to[:, low - wants.start : high - wants.start] = given[:, low - has.start : high - has.start]
+        return (last - first) * (high - low)
     copied, width, period = 0, has.stop - has.start, total // has.pieces
-    for i in range(wants.pieces):
-        first = i * (total // wants.pieces) + wants.start
-        last, place = first + wants.stop - wants.start, i * (wants.stop - wants.start)
-        for j in range(first // period, -(-last // period)):
-            low, high = max(first, j * period + has.start), min(last, j * period + has.stop)
+    for i in range(wants.first, wants.last):
+        begin = i * (total // wants.pieces) + wants.start
+        end, place = begin + wants.stop - wants.start, (i - wants.first) * (wants.stop - wants.start)
+        for j in range(max(begin // period, has.first), min(-(-end // period), has.last)):
+            low, high = max(begin, j * period + has.start), min(end, j * period + has.stop)
             if low < high:
-                at = j * width + low - j * period - has.start
-                target[place + low - first : place + high - first] = source[at : at + high - low]
+                at = (j - has.first) * width + low - j * period - has.start
+                target[place + low - begin : place + high - begin] = source[at : at + high - low]
                 copied += high - low
+    return copied
+
+
+def _copy_all(sources: Iterable[tuple[np.ndarray, Runs]], target: np.ndarray, wanted: Iterable[Runs], total: int) -> int:
+    """Copies the bytes of a replica's part from other parts, and returns their number."""
+    place, copied, sources = 0, 0, list(sources)
+    for wants in wanted:
+        own = target[place : place + wants.size]
+        copied += sum(_copy(source, has, own, wants, total) for source, has in sources)
+        place += wants.size
     return copied
 
 
@@ -136,14 +166,23 @@ def held_by(variables: Iterable[Any], group: Any) -> list[tuple[int, Runs, np.nd
         if getattr(variable.value, "cut", None) is None:
             value = variable.numpy()  # Ranks may have to read it together.
             if number % group.size == group.rank:
-                found.append((number, _runs(variable, 0), _bytes(value)))
+                found += [(number, *each) for each in _in_runs(variable, 0, value)]
             continue
         for replica, part in enumerate(
             variable.value.values, start=variable.value.distribute_strategy.extended.first_local_replica
         ):
-            runs = _runs(variable, replica)
-            if runs.size:
-                found.append((number, runs, _bytes(part.numpy())[: runs.size]))
+            if _writes(variable, number, replica):
+                found += [(number, *each) for each in _in_runs(variable, replica, part.numpy())]
+    return found
+
+
+def _in_runs(variable: Any, replica: int, part: Any) -> list[tuple[Runs, np.ndarray]]:
+    """Returns the bytes of a replica's part, with their places in the variable."""
+    found, values, place = [], _bytes(part), 0
+    for runs in _runs(variable, replica):
+        if runs.size:
+            found.append((runs, values[place : place + runs.size]))
+        place += runs.size
     return found
 
 
@@ -205,8 +244,8 @@ class Write:
 
     def _raise(self) -> None:
         if self._error is not None:
-            text = "A checkpoint was not written. Older ones are as they were."
-            hint = "look whether the disk is full, and whether all ranks see the folder."
+            text = "A checkpoint was not written. Older checkpoints are unchanged."
+            hint = "find out whether the disk is full, and whether all ranks see the folder."
             raise OSError(message(text, hint, folder=self._folder, rank=self._rank, error=str(self._error))) from self._error
 
     def _run(self) -> None:
@@ -275,7 +314,7 @@ class Index:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise self._damaged(f"{_INDEX}: {error!r}") from error
         if version != _FORMAT:
-            hint = "read it with the version of this package that has written it."
+            hint = "read it with the version of this package that wrote it."
             raise ConfigurationError(
                 message("The checkpoint has a format of another version.", hint, folder=folder, format=version)
             )
@@ -334,12 +373,9 @@ class Index:
         values = []
         for replica, copy in enumerate(copies, start=first):
             shape = tuple(variable.shape if copy is None else copy.shape)
-            wants, target = _runs(variable, replica), np.zeros(math.prod(shape) * dtype.size, np.uint8)
-            own = target[: wants.size]
-            copied = sum(
-                _copy(self._bytes(part, has), has, own, wants, _num_bytes(variable)) for part, has in self._of.get(number, ())
-            )
-            if copied != wants.size:
+            target, wanted = np.zeros(math.prod(shape) * dtype.size, np.uint8), _runs(variable, replica)
+            sources = [(self._bytes(part, has), has) for part, has in self._of.get(number, ())]
+            if _copy_all(sources, target, wanted, _num_bytes(variable)) != sum(each.size for each in wanted):
                 raise self._damaged(f"{_INDEX}: parts of {variable.path} are missing")
             values.append(target.view(dtype.as_numpy_dtype).reshape(shape))
         return values
@@ -354,4 +390,4 @@ class Index:
 
     def _damaged(self, found: str) -> OSError:
         hint = "put its files back, or remove its folder: then the checkpoint before it is used."
-        return OSError(message("A checkpoint is damaged. The model is as it was.", hint, folder=self._folder, found=found))
+        return OSError(message("A checkpoint is damaged. The model is unchanged.", hint, folder=self._folder, found=found))

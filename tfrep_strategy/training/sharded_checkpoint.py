@@ -103,7 +103,7 @@ class ShardedCheckpoint(DeclaredCallback):
         _settle(group)
         progress = _load_newest(group, model, _local(folder))
         if progress is None:
-            hint = "look whether the path is right, and whether this machine sees it."
+            hint = "check that the path is right, and that this machine sees it."
             raise FileNotFoundError(message("There is no checkpoint.", hint, folder=os.fspath(folder)))
         return progress
 

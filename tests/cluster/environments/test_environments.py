@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from raising import refuses
 
 from tfrep_strategy.cluster.environments import (
+    AwsBatchEnvironment,
     Environment,
     HorovodEnvironment,
     IndexedJobEnvironment,
@@ -81,6 +83,10 @@ TRAIN_JOB = {
     "PET_NODE_RANK": 1, "PET_NNODES": 2, "PET_NPROC_PER_NODE": 1, "PET_MASTER_ADDR": "job-node-0-0.job", "PET_MASTER_PORT": 29400,
 }  # fmt: skip
 INDEXED_JOB = {"JOB_COMPLETION_INDEX": 1, "WORLD_SIZE": 3, **MASTER}
+AWS_BATCH = {
+    "AWS_BATCH_JOB_NODE_INDEX": 2, "AWS_BATCH_JOB_NUM_NODES": 3, "AWS_BATCH_JOB_MAIN_NODE_INDEX": 0,
+    "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": "10.0.0.7",
+}  # fmt: skip
 
 KERAS = {
     "KERAS_DISTRIBUTION_JOB_ADDRESSES": "a:1,b:1,a:2", "KERAS_DISTRIBUTION_NUM_PROCESSES": 3, "KERAS_DISTRIBUTION_PROCESS_ID": 2,
@@ -129,6 +135,11 @@ PLACES = [
     ({**TRAIN_JOB, "PET_NPROC_PER_NODE": "auto"}, TrainJobEnvironment, 1, 2, 0, 1),
     (INDEXED_JOB, IndexedJobEnvironment, 1, 3, 0, 1),
     ({"JOB_COMPLETION_INDEX": 0, "WORLD_SIZE": 1}, IndexedJobEnvironment, 0, 1, 0, 1),
+    (AWS_BATCH, AwsBatchEnvironment, 2, 3, 0, 1),
+    ({**AWS_BATCH, "AWS_BATCH_JOB_MAIN_NODE_INDEX": 1}, AwsBatchEnvironment, 1, 3, 0, 1),
+    ({**AWS_BATCH, "AWS_BATCH_JOB_MAIN_NODE_INDEX": 2}, AwsBatchEnvironment, 0, 3, 0, 1),
+    ({"AWS_BATCH_JOB_NODE_INDEX": 0, "AWS_BATCH_JOB_NUM_NODES": 1}, AwsBatchEnvironment, 0, 1, 0, 1),
+    ({"AWS_BATCH_JOB_ARRAY_INDEX": 3}, SingleEnvironment, 0, 1, 0, 1),
     (KERAS, KerasDistributionEnvironment, 2, 3, 1, 2),
     ({**KERAS, "KERAS_DISTRIBUTION_JOB_ADDRESSES": "a:1"}, KerasDistributionEnvironment, 2, 3, 0, 1),
     ({**KERAS, "KERAS_DISTRIBUTION_JOB_ADDRESSES": "127.0.0.1:1"}, KerasDistributionEnvironment, 2, 3, 2, 3),
@@ -136,6 +147,7 @@ PLACES = [
     ({**TORCHRUN, **TRAIN_JOB, **INDEXED_JOB, "WORLD_SIZE": 4, **SLURM}, TorchrunEnvironment, 3, 4, 1, 2),
     ({**TRAIN_JOB, **INDEXED_JOB}, TrainJobEnvironment, 1, 2, 0, 1),
     ({**OPEN_MPI, **TORCHRUN}, MpiEnvironment, 2, 4, 0, 2),
+    ({**AWS_BATCH, **OPEN_MPI}, MpiEnvironment, 2, 4, 0, 2),
     ({**TORCHRUN, **tf_config({"worker": ["a:1", "b:1"]})}, TfConfigEnvironment, 0, 2, 0, 1),
     ({**HOROVOD, **OPEN_MPI, **SLURM}, HorovodEnvironment, 3, 4, 1, 2),
     ({**OPEN_MPI, **SLURM, **tf_config({"worker": ["a:1"]})}, MpiEnvironment, 2, 4, 0, 2),
@@ -214,6 +226,13 @@ REFUSED = [
     ({"JOB_COMPLETION_INDEX": 1}, "WORLD_SIZE and MASTER_ADDR and MASTER_PORT must be set"),
     ({"JOB_COMPLETION_INDEX": 1, "WORLD_SIZE": 2}, "MASTER_ADDR and MASTER_PORT must be set"),
     ({**INDEXED_JOB, "JOB_COMPLETION_INDEX": 3}, "rank=3, size=3"),
+    ({**AWS_BATCH, "AWS_BATCH_JOB_NODE_INDEX": 3}, "AWS_BATCH_JOB_NODE_INDEX=3"),
+    ({**AWS_BATCH, "AWS_BATCH_JOB_MAIN_NODE_INDEX": 3}, "AWS_BATCH_JOB_MAIN_NODE_INDEX=3"),
+    ({"AWS_BATCH_JOB_NODE_INDEX": 1}, "AWS_BATCH_JOB_NUM_NODES is missing"),
+    (
+        {"AWS_BATCH_JOB_NODE_INDEX": 1, "AWS_BATCH_JOB_NUM_NODES": 2},
+        "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS is missing",
+    ),
     ({**OPEN_MPI, "MASTER_ADDR": "a"}, "MASTER_PORT is missing"),
     ({**SLURM, **ALONE}, "torchrun describes a process that is alone, and Slurm rank 5 of 10."),
     ({**SLURM, **ALONE}, "Hint: unset RANK, WORLD_SIZE if this process is a rank, or unset SLURM_PROCID, SLURM_NTASKS,"),
@@ -236,6 +255,9 @@ RENDEZVOUS = [
     ({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"}, "node1:29501"),
     (TRAIN_JOB, "job-node-0-0.job:29400"),
     (INDEXED_JOB, "node1:29500"),
+    (AWS_BATCH, "10.0.0.7:29500"),
+    ({**AWS_BATCH, "MASTER_PORT": 1234}, "10.0.0.7:1234"),
+    ({**AWS_BATCH, "AWS_BATCH_JOB_NODE_INDEX": 0}, f"{socket.gethostname()}:29500"),
     ({**OPEN_MPI, **MASTER}, "node1:29500"),
     ({**OPEN_MPI, "PMIX_NAMESPACE": 7}, None),  # The job is on several machines.
     ({"OMPI_COMM_WORLD_RANK": 1, "OMPI_COMM_WORLD_SIZE": 2}, None),
@@ -279,6 +301,12 @@ KINDS = {
     "torchrun": {"RANK": "{rank}", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "{port}"},
     "TrainJob": {"PET_NODE_RANK": "{rank}", "PET_NNODES": "2", "PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": "{port}"},
     "indexed Job": {"JOB_COMPLETION_INDEX": "{rank}", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "{port}"},
+    "AWS Batch": {
+        "AWS_BATCH_JOB_NODE_INDEX": "{rank}",
+        "AWS_BATCH_JOB_NUM_NODES": "2",
+        "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": "127.0.0.1",
+        "MASTER_PORT": "{port}",
+    },
     "keras.distribution": {
         "KERAS_DISTRIBUTION_JOB_ADDRESSES": "localhost:{port}",
         "KERAS_DISTRIBUTION_NUM_PROCESSES": "2",
@@ -317,6 +345,14 @@ def test_ranks_meet_to_get_addresses(kind, tmp_path):
     assert {address.rpartition(":")[0] for address in first["addresses"]} == {"127.0.0.1"}
     assert len(set(first["addresses"])) == 2
     assert first["hosts"] == ["127.0.0.1"] * 2
+
+
+def test_the_page_names_every_environment_and_its_variables():
+    page = (Path(__file__).parents[3] / "docs" / "environment.md").read_text("utf-8")
+    for kind in (each for each in _environments if each.__module__.startswith("tfrep_strategy.")):
+        missing = [name for name in kind.variables if f"`{name.replace('MV2_', 'OMPI_')}`" not in page]  # It says "the same".
+        missing += [] if f"| {kind.name} |" in page else [kind.name]
+        assert not missing, f"add {kind.name} and its variables to docs/environment.md"
 
 
 NODES = [

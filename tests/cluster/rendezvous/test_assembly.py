@@ -26,12 +26,14 @@ SECRET = b"s" * 32
 class Run:
     """A meeting, and those who are there."""
 
-    def __init__(self, count: int, least: int | None = None, *, seconds: float = LIMIT, seconds_to_end: float = LIMIT) -> None:
+    def __init__(
+        self, count: int, least: int | None = None, *, seconds: float = LIMIT, seconds_to_end: float = LIMIT, **told: Any
+    ) -> None:
         self.place = Place(f"127.0.0.1:{free_ports(1)[0]}", 0, count, one_machine=True, noun="node")
         self.heard: list[RoundEnd] = []
         self.verdict: Callable[[RoundEnd], Verdict] = lambda ended: Verdict(again=not ended.ended_well, text="Again.")
         self.assembly = Assembly(self.place, least, SECRET, seconds=seconds, seconds_to_end=seconds_to_end, decide=self.decide)
-        own = self.statement(0, mark="0f")
+        own = self.statement(0, **{"mark": "0f"} | told)
         self.told_by_0 = own.told
         self.own = Seat(self.assembly.begin(own), lambda *_: None)
 
@@ -157,6 +159,54 @@ def test_whoever_says_odd_things_is_lost(odd: bytes, start: Callable[..., Run]) 
     reports(run.own, "told")
     told_to(run.own, "again")
     assert len(run.heard[0].lost) == 1
+
+
+def test_whoever_stops_in_the_middle_of_a_message_is_lost(start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TFREP_TIMEOUT", "5")
+    run = start(3)
+    other = run.comes(1)
+    visit = Visit(run.place, run.statement(2), SECRET, LIMIT)
+    with visit.insist(lambda: visit.enter(TO_SEATS)) as cut_off:
+        cut_off.send("ready", {"alike": {}})
+        for seat in (run.own, other):
+            told_to(seat, "round")
+        cut_off._socket.sendall(b"\0\0\1\0report\n[{")
+        other.tell("leave", 1)
+        assert told_to(run.own, "end") is True  # At once: the one that is cut off keeps no other waiting.
+        reports(run.own, "told")
+        told_to(run.own, "again")
+    [ended] = run.heard
+    assert len(ended.lost) == 2
+
+
+@pytest.mark.parametrize("odd", [b"7", b'ready\n[{"alike":{}}]', b"sign\n[null]", b"leave\n[1]", b'statement\n[{"number":1}]'])
+def test_whoever_says_odd_things_first_is_not_in(odd: bytes, start: Callable[..., Run]) -> None:
+    run = start(2)
+    with Channel(socket.create_connection(run.place.target), TO_SEATS, LIMIT) as first:
+        first.enter(SECRET)
+        first.send_written(odd)
+        with pytest.raises((EOFError, ConnectionResetError)):
+            first.receive()
+    told_to(run.comes(1), "round")
+
+
+@pytest.mark.parametrize(
+    ("number", "told", "said"),
+    [
+        (1, {"alike": 7}, "has --nnodes None, and node 0"),
+        (1, {"alike": [["--nnodes", 2]]}, "has --nnodes None, and node 0"),
+        (2, {}, "Node 2 is not one of the 2 nodes."),
+        (-7, {}, "Node -7 is not one of the 2 nodes."),
+    ],
+)
+def test_whoever_makes_an_odd_statement_is_refused_alone(number: int, told: Any, said: str, start: Callable[..., Run]) -> None:
+    run = start(2, alike={"--nnodes": 2})
+    visit = Visit(run.place, run.statement(number, **{"alike": {"--nnodes": 2}} | told), SECRET, LIMIT)
+    seat = Seat(visit.insist(lambda: visit.enter(TO_SEATS)), lambda *_: None)
+    refusal = told_to(seat, "error")
+    assert said in refusal.text
+    assert not refusal.lost
+    told_to(run.comes(1, alike={"--nnodes": 2}), "round")
 
 
 def test_whoever_is_not_ready_is_not_in_a_round(start: Callable[..., Run]) -> None:

@@ -29,13 +29,14 @@ from tfrep_strategy.cluster.rendezvous.channel import (
     introduced,
     write,
 )
-from tfrep_strategy.cluster.rendezvous.introductions import Reception, listen
+from tfrep_strategy.cluster.rendezvous.introductions import STATEMENT, Reception, listen
+from tfrep_strategy.communicators.peers import reports
 
 pytestmark = pytest.mark.lane("quick")
 
 KEY, OTHER = b"s" * 32, b"o" * 32
 SCHEMA = Schema({"rank": tuple[int], "line": tuple[str], "any": tuple[dict[str, Any]]})
-SCHEMAS = [SCHEMA, assembly.TO_SEATS, assembly._TO_ASSEMBLY, meeting._TO_GUESTS, meeting._TO_HOST]
+SCHEMAS = [SCHEMA, STATEMENT, assembly.TO_SEATS, assembly._TO_ASSEMBLY, meeting._TO_GUESTS, reports.TO_HUB, reports.TO_RANKS]
 LIMIT = 10.0
 MEMORY = 1 << 20
 
@@ -66,12 +67,46 @@ def framed(body: bytes) -> bytes:
 
 kinds = st.sampled_from([name for schema in SCHEMAS for name in schema._kinds])
 contents = st.sampled_from(
-    [b"[]", b"[1]", b'["x"]', b"[{}]", b"[null]", b"[[[1]]]", b'[{"text":"x","lost":true}]', b"[1e999]", b"[1", b"]"]
+    [
+        b"[]",
+        b"[1]",
+        b'["x"]',
+        b"[{}]",
+        b"[null]",
+        b"[[[1]]]",
+        b'[{"text":"x","lost":true}]',
+        b"[1e999]",
+        b"[1",
+        b"]",
+        b'[[1,0,["a","",[],"b"],true]]',
+        b'[[{"start":-1000000000,"stop":2},0,["a","",[],"b"],true]]',
+    ]  # fmt: skip
 )
 bodies = st.binary(max_size=40) | st.tuples(kinds, contents | st.binary(max_size=40)).map(
     lambda said: said[0].encode() + b"\n" + said[1]
 )
 streams = st.lists(bodies.map(framed) | st.binary(max_size=9), max_size=3).map(b"".join)
+
+
+@settings(max_examples=1000, deadline=None)
+@given(
+    numbers=st.lists(st.integers(0, 10**9)),
+    cuts=st.lists(st.integers(1, 40)),
+    end=st.sampled_from([b"", b"\0\0\0\x08rank", framed(b"7")]),
+)
+def test_messages_arrive_in_any_parts(numbers: list[int], cuts: list[int], end: bytes) -> None:
+    sent = b"".join(framed(write("rank", number)) for number in numbers) + end
+    found = []
+    with ends() as (here, channel):
+        for cut in cuts:
+            here.sendall(sent[:cut])
+            sent = sent[cut:]
+            found += channel.arrived("end")
+        here.sendall(sent)
+        here.close()
+        while ("end",) not in found:
+            found += channel.arrived("end")
+    assert found == [*(("rank", number) for number in numbers), ("end",)]
 
 
 @settings(max_examples=10_000, deadline=None, suppress_health_check=list(HealthCheck))
@@ -80,7 +115,7 @@ streams = st.lists(bodies.map(framed) | st.binary(max_size=9), max_size=3).map(b
 def test_whatever_comes_is_read_or_refused(sent: bytes, schema: Schema) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with ends() as (here, channel):
-        channel._schema = schema
+        channel.schema = schema
         here.sendall(sent)
         here.close()
         try:
@@ -213,7 +248,7 @@ def test_a_proof_is_of_no_use_to_who_repeats_it() -> None:
 def reception() -> Iterator[tuple[Reception, tuple[str, int]]]:
     server, _ = listen("", 0, one_machine=True)
     target = server.getsockname()
-    with contextlib.closing(Reception(server, KEY, 2, SCHEMA)) as found:
+    with contextlib.closing(Reception(server, KEY, 2, SCHEMA, SCHEMA)) as found:
         yield found, target
 
 

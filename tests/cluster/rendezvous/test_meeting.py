@@ -152,6 +152,10 @@ def test_other_numbers_of_ranks(start: Start) -> None:
     check_refused([start(0, 3), start(1, 3), start(2, 4)], named)
 
 
+def test_a_number_that_no_rank_has(start: Start) -> None:
+    check_refused([start(0, 3), start(1, 3), start(3, 3)], "Rank 3 is not one of the 3 ranks.")
+
+
 def test_who_comes_together_with_others_is_compared_too(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = _Host._missing
 
@@ -228,6 +232,29 @@ def test_strangers_at_the_door(start: Start, address: str, monkeypatch: pytest.M
         strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n")
         strangers[1].close()
         assert start(1).result(LIMIT / 2) == host.result(LIMIT / 2)
+
+
+ODD = [b"", b"7", b"rank\n[1]", b'ready\n[{"alike":{}}]', b"sign\n[null]", b"statement\n[7]", b'statement\n[{"number":1}]']
+"""First messages that are no statements."""
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_who_says_odd_things_first_or_says_more_is_not_in(odd: bytes, start: Start, address: str) -> None:
+    """It knows the secret. The others meet without it."""
+    host, place = start(0, 3), Place(address, 1, 3, one_machine=True)
+    until_listening(*place.target)
+    with Channel(socket.create_connection(place.target), _TO_GUESTS, 5) as first:
+        first.enter(SECRET)
+        first.send_written(odd)
+        with pytest.raises((EOFError, ConnectionResetError)):
+            first.receive()
+    own = Statement.of(place, {})
+    with introduced(socket.create_connection(place.target), SECRET, _TO_GUESTS, 5, "statement", own) as second:
+        second.send("statement", own)
+        with pytest.raises((EOFError, ConnectionResetError)):
+            second.receive()
+    meetings = [host, start(1, 3), start(2, 3)]
+    assert [len(each.result(SOON)) for each in meetings] == [3] * 3
 
 
 def test_a_statement_that_is_cut_off_keeps_nobody_waiting(start: Start, address: str) -> None:

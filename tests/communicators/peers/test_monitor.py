@@ -14,12 +14,15 @@ from typing import Any
 import psutil
 import pytest
 import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tfrep_strategy.cluster.flight_recorder import Collective, Whereabouts
+from tfrep_strategy.cluster.flight_recorder import RECORDER, Collective, Whereabouts
 from tfrep_strategy.cluster.rendezvous.channel import Channel, connect
 from tfrep_strategy.communicators.base import SingleCommunicator
 from tfrep_strategy.communicators.peers.hub import Hub
 from tfrep_strategy.communicators.peers.monitor import PeerLostError, PeerMonitor
+from tfrep_strategy.communicators.peers.position import Position
 from tfrep_strategy.communicators.peers.reports import TO_RANKS, Report
 from tfrep_strategy.core.calls import Call
 from tfrep_strategy.errors import DesyncError
@@ -89,6 +92,111 @@ def test_all_hear_how_a_rank_ended() -> None:
         assert receive(first) == ("ended", [(2, True, None)])
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [
+        pytest.param(odd, id=odd.partition(b"\n")[0].decode() + f"-{number}")
+        for number, odd in enumerate(
+            [
+                b"rank\n[1]",
+                b"rank\n[7]",
+                b"7",
+                b"report\n[[7, 0, [], true, false]]",
+                b'report\n[[{"start": "0", "stop": 2}, 0, ["barrier", "", [], "a.py:1"], true, false]]',
+                b'report\n[[{"start": -1000000000000, "stop": 2}, 0, ["barrier", "", [], "a.py:1"], true, false]]',
+                b'report\n[[[[0], [1]], 0, ["barrier", "", [], "a.py:1"], true, false]]',
+                b'report\n[[[1, 2], [0, "here", 1], ["barrier", "", [], "a.py:1"], true, true]]',
+                b'program lines\n["step", []]',
+                b'called\n["call 1", ["f"]]',
+                b"ended\n[false, null]",
+            ]
+        )
+    ],
+)
+@pytest.mark.lane("quick")
+def test_whatever_a_rank_says_the_others_are_served(odd: bytes) -> None:
+    with star(3) as (first, second, third):
+        second.send_written(odd)
+        second.send("ended", False, None)
+        third.send("ended", False, "ValueError: boom")
+        ended = receive(first)[1]
+        while len(ended) < 2:
+            ended += receive(first)[1]
+        assert [2, False, "ValueError: boom"] in [list(each) for each in ended]
+        assert sorted(rank for rank, *_ in ended) == [1, 2]
+
+
+NUMBERS = st.integers(-1, 2) | st.integers()
+TEXTS = st.sampled_from(["step", "a.py:1"]) | st.text(max_size=3)
+GROUPS = st.just({"start": 0, "stop": 3}) | st.builds(dict, start=NUMBERS, stop=NUMBERS) | st.lists(NUMBERS, max_size=3)
+CALLS = st.tuples(TEXTS, TEXTS, st.lists(st.tuples(TEXTS, st.lists(NUMBERS, max_size=2)), max_size=2), TEXTS)
+SECONDS = st.none() | st.floats()
+WHERES = st.none() | st.builds(
+    dict, python=TEXTS, idle=SECONDS, calls=NUMBERS, counts=st.dictionaries(st.sampled_from(["0-2", ""]), NUMBERS, max_size=2)
+)
+SAID = st.one_of(
+    st.tuples(
+        st.just("report"),
+        st.tuples(GROUPS, NUMBERS | st.tuples(NUMBERS, TEXTS, NUMBERS), CALLS, st.booleans(), st.booleans()),
+    ),
+    st.tuples(st.just("state"), SECONDS, st.floats(), WHERES),
+    st.tuples(st.just("where"), WHERES),
+    st.tuples(st.just("late"), st.booleans()),
+    st.tuples(st.sampled_from(["program", "called"]), TEXTS, TEXTS | st.tuples(TEXTS, TEXTS)),
+    st.tuples(st.just("program lines"), TEXTS, st.lists(st.tuples(TEXTS, TEXTS), max_size=2)),
+    st.tuples(st.just("ended"), st.booleans(), st.none() | TEXTS),
+    st.tuples(st.just("frozen"), NUMBERS, TEXTS, WHERES),
+    st.tuples(st.just("rank"), NUMBERS),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(said=st.lists(st.tuples(st.sampled_from([1, 2]), SAID), min_size=1, max_size=6))
+def test_whatever_ranks_say_rank_0_gets_its_answers(said: list[tuple[int, tuple[Any, ...]]]) -> None:
+    with star(3) as connections:
+        for rank, each in said:
+            with contextlib.suppress(OSError):  # The hub has hung up.
+                connections[rank].send(*each)
+        for _ in range(2):
+            connections[0].send("state", None, 0.0)
+            while receive(connections[0])[0] != "silent":
+                pass
+
+
+@pytest.mark.lane("quick")
+def test_a_message_that_is_cut_off_keeps_nobody_waiting() -> None:
+    with star(4) as (first, second, third, fourth):
+        for connection, sent in ((second, b"\0\0"), (third, b"\0\0\1\0late\n[tr")):
+            connection._socket.sendall(sent)
+        fourth.send("ended", False, None)
+        assert receive(first) == ("ended", [(3, False, None)])
+        second._socket.sendall(b"\0\x13ended\n[false, null]\0")  # The rest of it, and the beginning of another one.
+        assert receive(first) == ("ended", [(1, False, None)])
+        third.close()
+        assert receive(first) == ("ended", [(2, True, None)])
+
+
+@pytest.mark.lane("quick")
+def test_no_one_else_is_taken_for_a_rank() -> None:
+    hub = Hub(2, True, 20.0)
+
+    def come(*first: Any) -> Channel:
+        channel = connect(["127.0.0.1"], hub.port, hub.key, TO_RANKS, *first)
+        assert channel is not None
+        return channel
+
+    with come("rank", 0) as first:
+        for odd in (("rank", 0), ("rank", 2), ("rank", -1), ("state", None, 0.0), ("late", True)):
+            with come(*odd) as other, pytest.raises((EOFError, ConnectionResetError)):
+                other.receive()
+        with come("rank", 1) as second:
+            second.send("ended", False, None)
+            assert receive(first) == ("ended", [(1, False, None)])
+        first.send("ended", False, None)
+        hub.join()
+    assert not hub._thread.is_alive()
+
+
 def test_all_hear_that_the_first_rank_ended() -> None:
     with star(2) as (first, second):
         first.send("ended", False, None)
@@ -118,6 +226,14 @@ def test_it_listens_where_the_others_come() -> None:
     hub = Hub(1, False, 20.0, own)
     assert connect(["127.0.0.1"], hub.port, hub.key, TO_RANKS, "rank", 0) is None
     with connect(["127.0.0.1", own], hub.port, hub.key, TO_RANKS, "rank", 0) as only:
+        only.send("ended", False, None)
+        hub.join()
+    assert not hub._thread.is_alive()
+
+
+def test_ranks_come_over_ipv6() -> None:
+    hub = Hub(1, False, 20.0)
+    with connect(["::1"], hub.port, hub.key, TO_RANKS, "rank", 0) as only:
         only.send("ended", False, None)
         hub.join()
     assert not hub._thread.is_alive()
@@ -220,6 +336,15 @@ def test_a_scripts_time_limit_for_sockets_does_not_disturb_it() -> None:
             assert receive(first) == ("ended", [(1, False, None)])
     finally:
         socket.setdefaulttimeout(before)
+
+
+def test_a_group_that_was_made_twice_is_followed_once() -> None:
+    monitor, position, before = PeerMonitor.start(SingleCommunicator()), Position(), len(RECORDER.places)
+    for group in (position, position, Position()):
+        monitor.follow(range(1), group)
+    assert len(RECORDER.places) == before + 2
+    monitor.close()
+    assert len(RECORDER.places) == before
 
 
 def test_a_refused_collective_is_not_blamed_for_a_later_error() -> None:

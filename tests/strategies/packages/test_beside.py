@@ -33,6 +33,18 @@ def test_models_of_packages(tmp_path: Path, package: str, monkeypatch: pytest.Mo
             np.testing.assert_allclose(own, of_one, rtol=1e-4)
 
 
+def test_layouts_on_a_mesh_of_two_axes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _needs("keras_hub")
+    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
+    script = [str(SCRIPTS / "built_with.py"), "keras_hub_layouts"]
+    (expected,) = results(run(tmp_path, *script).stdout)
+    done = run(tmp_path, "-m", "tfrep_strategy.cli", "run", "-n", "4", "--strategy", "mirrored", *script)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (found,) = results(done.stdout)
+    for own, of_one in zip(found, expected, strict=True):
+        np.testing.assert_allclose(own, of_one, rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("package", "runs", "own"),
     [

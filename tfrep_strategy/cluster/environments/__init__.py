@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, cast
 
+from tfrep_strategy.cluster.environments.aws_batch import AwsBatchEnvironment
 from tfrep_strategy.cluster.environments.base import Environment, SingleEnvironment
 from tfrep_strategy.cluster.environments.keras_distribution import KerasDistributionEnvironment
 from tfrep_strategy.cluster.environments.kubernetes import IndexedJobEnvironment, TrainJobEnvironment
@@ -16,6 +17,7 @@ from tfrep_strategy.cluster.environments.torchrun import TorchrunEnvironment
 from tfrep_strategy.errors import ConfigurationError, message
 
 __all__ = [
+    "AwsBatchEnvironment",
     "Environment",
     "HorovodEnvironment",
     "IndexedJobEnvironment",
@@ -40,6 +42,7 @@ _environments: list[type[Environment]] = [
     TorchrunEnvironment,
     TrainJobEnvironment,
     IndexedJobEnvironment,
+    AwsBatchEnvironment,
     SlurmEnvironment,
     KerasDistributionEnvironment,
     SingleEnvironment,
@@ -51,7 +54,8 @@ def detect_environment() -> Environment:
     """Detects the launcher of this process.
 
     The first environment that detects itself is used. The order is: registered environments (the latest first), Horovod,
-    MPI, `TF_CONFIG`, torchrun's variables, a TrainJob, an indexed Job, Slurm, `keras.distribution`'s variables, a single process.
+    MPI, `TF_CONFIG`, torchrun's variables, a TrainJob, an indexed Job, AWS Batch, Slurm, `keras.distribution`'s variables, a single
+    process.
     An environment of a single process is refused if another one describes several processes. A registered environment is trusted.
 
     Returns:

@@ -24,7 +24,7 @@ class KerasDistributionEnvironment(Environment):
         >>> os.environ.update(KERAS_DISTRIBUTION_JOB_ADDRESSES="a:1,b:1", KERAS_DISTRIBUTION_NUM_PROCESSES="2")
         >>> os.environ["KERAS_DISTRIBUTION_PROCESS_ID"] = "1"
         >>> KerasDistributionEnvironment().hosts
-        ('a', 'b')
+        ['a', 'b']
     """
 
     name = "keras.distribution"

@@ -21,7 +21,16 @@ from typing import Any
 
 from tfrep_strategy.cluster.rendezvous.channel import Channel, Schema, speaking
 from tfrep_strategy.cluster.rendezvous.connections import LOOPBACK, is_loopback
-from tfrep_strategy.cluster.rendezvous.introductions import Guest, Place, Reception, Statement, differing, listen_at, unusable
+from tfrep_strategy.cluster.rendezvous.introductions import (
+    STATEMENT,
+    Guest,
+    Place,
+    Reception,
+    Statement,
+    differing,
+    listen_at,
+    unusable,
+)
 from tfrep_strategy.cluster.rendezvous.meeting import LINE_SECONDS, Met, Refusal, given_up
 from tfrep_strategy.core.limits import machine_silence
 from tfrep_strategy.errors import message
@@ -175,7 +184,6 @@ class RoundStart:
 
 _TO_ASSEMBLY = Schema(
     {
-        "statement": tuple[Statement],
         "ready": tuple[dict[str, Any]],
         "report": tuple[RoundReport],
         "leave": tuple[int],
@@ -254,15 +262,13 @@ class Assembly:
             server, _ = listen_at(place)
         except OSError as error:
             raise unusable(place, error) from error
-        self._reception = Reception(server, key, _GREETING_SECONDS, _TO_ASSEMBLY)
+        self._reception = Reception(server, key, _GREETING_SECONDS, STATEMENT, _TO_ASSEMBLY, place)
         self._members: list[_Member] = []
         self._round: list[_Member] = []
         self._number = -1
         self._lost: list[str] = []
         self._is_growing = False
         self._end_by: float | None = None
-        self._own_host = LOOPBACK
-        self._refused = set[str]()
         self._last_arrival = time.monotonic()
         self._is_over, self._own_code = False, 1
         self._patience, self._last_look, self._is_closed = machine_silence(), time.monotonic(), threading.Event()
@@ -305,9 +311,7 @@ class Assembly:
         here = [member.channel for member in self._members if member is not self._own]
         while here and (left := deadline - time.monotonic()) > 0:
             for channel in speaking(here, left):
-                try:
-                    channel.receive()
-                except (OSError, EOFError):
+                if _LOST in channel.arrived(*_LOST):
                     here.remove(channel)
         for member in self._members:
             member.channel.hang_up()
@@ -317,7 +321,9 @@ class Assembly:
             self._admit(guest)
         speak = speaking([member.channel for member in self._members], 0)
         for member in [member for member in self._members if member.channel in speak]:
-            self._hear(member)
+            for said in member.channel.arrived(*_LOST):
+                if member in self._members:
+                    self._hear(member, *said)
         self._lose_the_silent()
         if self._round:
             self._look_at_round()
@@ -327,18 +333,11 @@ class Assembly:
             self._gather()
 
     def _admit(self, guest: Guest) -> None:
-        if guest.said is None:
-            if guest.address not in self._refused:
-                self._refused.add(guest.address)
-                _log.warning("At %s, a process at %s has another secret, and is refused.", self._place.address, guest.address)
-            return
         member = _Member(guest.channel, guest.said, is_ready=False)
         if problem := self._misfit(member.statement):
             member.send("error", Refusal(problem, lost=False))
             member.channel.hang_up()
             return
-        if is_loopback(self._own_host):
-            self._own_host = guest.reached
         self._members.append(member)
         self._last_arrival = time.monotonic()
         member.send("welcome", self._own.statement.told)  # It answers "ready" if this fits.
@@ -349,10 +348,14 @@ class Assembly:
         """Returns why a process cannot take part. The others continue."""
         own, noun = self._own.statement, self._place.noun
         same = [each.statement.who for each in self._members if new.number == each.statement.number != ANY]
-        alike, new_alike = own.versions | own.told["alike"], new.versions | new.told.get("alike", {})
+        alike, theirs = own.versions | own.told["alike"], new.told.get("alike")
+        new_alike = new.versions | (theirs if isinstance(theirs, dict) else {})
         if name := differing(alike, new_alike):
             what = f"This machine ({new.who}) has {name} {new_alike.get(name)}, and {noun} 0 ({own.who}) has {alike[name]}."
             hint = "start all machines with the same options and versions."
+        elif new.number not in (ANY, *range(self._place.count)):
+            what = f"{self._place.named([new.number])} is not one of the {self._place.count} {noun}s."
+            hint = f"number the {noun}s from 0."
         elif same:
             what = f"Two processes say that they are {noun} {new.number}: {same[0]} and {new.who}."
             hint = f"give each process its own {noun}, and each run its own port."
@@ -360,13 +363,8 @@ class Assembly:
             return None
         return message(what, hint=hint, rendezvous=self._place.address)
 
-    def _hear(self, member: _Member) -> None:
+    def _hear(self, member: _Member, kind: str, content: Any) -> None:
         member.silent = 0.0
-        try:
-            kind, content = member.channel.receive()
-        except (OSError, EOFError):  # It has ended, or has sent something unreadable.
-            self._lose(member)
-            return
         if kind == "ready":
             member.statement, member.is_ready = replace(member.statement, told=content), True
         elif kind == "report" and content.number == self._number:
@@ -374,8 +372,8 @@ class Assembly:
             if content.outcome == "told" and self._end_by is None:  # It has lost its connection to this process, and will leave.
                 self._lost.append(member.who)
             member.failed_at = time.monotonic() - content.seconds_ago
-        elif kind == "leave":
-            self._own_code = content if member is self._own else self._own_code
+        elif kind == "leave" or kind == "lost":
+            self._own_code = content if member is self._own and kind == "leave" else self._own_code
             self._lose(member)
 
     def _lose_the_silent(self) -> None:
@@ -430,9 +428,9 @@ class Assembly:
     def _begin_round(self, members: list[_Member]) -> None:
         self._number += 1
         self._round, self._lost, self._is_growing, self._end_by = members, [], False, None
-        own_host = self._own_host if len(members) > 1 else LOOPBACK
-        hosts = [own_host if is_loopback(each.statement.host) else each.statement.host for each in members]
-        met = [Met(host, each.statement.told) for host, each in zip(hosts, members, strict=True)]
+        own_host = self._reception.own_host if len(members) > 1 else LOOPBACK
+        statements = [each.statement for each in members]
+        met = [Met(own_host if is_loopback(each.host) else each.host, each.told) for each in statements]
         for place, member in enumerate(members):
             member.is_ready, member.report = False, None
             member.send("round", RoundStart(self._number, place, met))

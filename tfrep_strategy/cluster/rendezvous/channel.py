@@ -18,7 +18,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -99,8 +99,8 @@ class Channel:
     """
 
     def __init__(self, peer: socket.socket, schema: Schema, seconds: int = GREETING_SECONDS, longest: int = LONGEST) -> None:
-        self._socket, self._schema, self.longest = peer, schema, longest
-        self._sending = threading.Lock()
+        self._socket, self.schema, self.longest = peer, schema, longest
+        self._sending, self._begun = threading.Lock(), bytearray()  # A message that has not come in full.
         peer.settimeout(
             None
         )  # The script may have set a default. Another process may use the connection, too, and expect it to block.
@@ -149,7 +149,36 @@ class Channel:
             BlockingIOError: It is silent.
             OSError: The connection has broken, or something else than a message came.
         """
-        return self._schema.read(self._received(self.longest))
+        return self.schema.read(self._received(self.longest))
+
+    def arrived(self, *end: Any) -> Iterator[tuple[Any, ...]]:
+        """Yields the messages that have come in full. It waits for none: the other end may stop in the middle of one.
+
+        Args:
+            *end: The last message, if the other end has gone, or has sent something else than a message.
+
+        Yields:
+            As `receive` returns them.
+
+        Example:
+            >>> here, there = (Channel(end, Schema({"rank": tuple[int]})) for end in socket.socketpair())
+            >>> here.send("rank", 1)
+            >>> list(there.arrived())
+            [('rank', 1)]
+            >>> here.close(), there.close()
+            (None, None)
+        """
+        try:
+            new = self._socket.recv(_AT_ONCE, socket.MSG_DONTWAIT)
+            if not new:
+                raise EOFError
+            self._begun += new
+            while len(self._begun) >= _LENGTH.size and len(self._begun) - _LENGTH.size >= _size(self._begun, self.longest):
+                yield self.receive()
+        except BlockingIOError:  # There is nothing to read.
+            pass
+        except (EOFError, OSError):
+            yield end
 
     def poll(self, seconds: float) -> bool:
         """Returns whether something can be received, or the other end has gone. Waits for some seconds at most.
@@ -227,19 +256,25 @@ class Channel:
         return said.removeprefix(_HELLO)
 
     def _received(self, longest: int) -> bytes:
-        [size] = _LENGTH.unpack(self._read(_LENGTH.size))
-        if size > longest:
-            raise UnreadableError(f"a message of {size} bytes")
-        return self._read(size)
+        return self._read(_size(self._read(_LENGTH.size), longest))
 
     def _read(self, size: int) -> bytes:
-        found = bytearray()
+        found = self._begun[:size]
+        del self._begun[:size]
         while len(found) < size:  # Memory is taken for what has come, not for what was announced.
             new = self._socket.recv(min(size - len(found), _AT_ONCE))
             if not new:
                 raise EOFError
             found += new
         return bytes(found)
+
+
+def _size(begun: bytes | bytearray, longest: int) -> int:
+    """Returns the size of the message that begins so."""
+    [size] = _LENGTH.unpack_from(begun)
+    if size > longest:
+        raise UnreadableError(f"a message of {size} bytes")
+    return int(size)
 
 
 def write(kind: str, *contents: Any) -> bytes:

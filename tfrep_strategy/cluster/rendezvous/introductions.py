@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib.metadata
+import logging
 import math
 import os
 import queue
@@ -14,14 +15,16 @@ import struct
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from tfrep_strategy._version import __version__
 from tfrep_strategy.cluster.rendezvous.channel import GREETING_SECONDS, LONGEST, Channel, Schema, WrongSecretError
 from tfrep_strategy.cluster.rendezvous.connections import LOOPBACK, is_loopback
 from tfrep_strategy.core.validation import Address, checked
 from tfrep_strategy.errors import ConfigurationError, message
+
+_log = logging.getLogger(__name__)
 
 _TENSORFLOW = ("tensorflow", "tensorflow-cpu", "tf-nightly", "tf-nightly-cpu")
 """The packages that contain TensorFlow."""
@@ -124,6 +127,8 @@ def misfit(statements: Sequence[Statement], place: Place) -> str | None:
     if last.count != first.count:
         what = f"{place.named([last.number])} says that there are {last.count} {noun}s, and {noun} 0 that there are {first.count}."
         hint = "start all with the same number."
+    elif last.number not in range(first.count):
+        what, hint = f"{place.named([last.number])} is not one of the {first.count} {noun}s.", f"number the {noun}s from 0."
     elif len(same) > 1:
         hint = f"give each process its own {noun}, and each run its own port."
         what = f"Two processes say that they are {noun} {last.number}: {' and '.join(same)}."
@@ -247,21 +252,20 @@ _LOOK_SECONDS = 0.2
 _LONGEST_FIRST = 1 << 16
 
 
-@dataclass(frozen=True)
-class Guest:
+STATEMENT = Schema({"statement": tuple[Statement]})
+"""The first message of a process that comes to a meeting."""
+
+
+class Guest(NamedTuple):
     """A process that has connected.
 
     Attributes:
-        channel: The connection. It is closed if the process has another secret.
-        address: Its address.
-        reached: The address of this machine at which it came.
-        said: The content of its first message after the proof; None if it has another secret.
+        channel: The connection.
+        said: The content of its first message after the proof.
     """
 
     channel: Channel
-    address: str
-    reached: str
-    said: Any = None
+    said: Any
 
 
 class Reception:
@@ -271,11 +275,22 @@ class Reception:
         server: The socket where they connect. The reception closes it.
         key: Shared secret.
         seconds: How long each may take.
-        schema: The messages that it may send. A process whose first message is none of them is dropped.
+        first: The first message of each. A process that sends another one is dropped.
+        then: The messages that may follow.
+        place: Where they meet, to warn of processes with another secret.
+
+    Attributes:
+        refused: The addresses of processes with another secret, the first one first.
+        own_host: The address of this machine at which the others came; one that other machines reach if one of them came there.
     """
 
-    def __init__(self, server: socket.socket, key: bytes, seconds: int, schema: Schema) -> None:
-        self._server, self._key, self._seconds, self._schema = server, key, seconds, schema
+    def __init__(
+        self, server: socket.socket, key: bytes, seconds: int, first: Schema, then: Schema, place: Place | None = None
+    ) -> None:
+        self._server, self._key, self._seconds, self._first, self._then = server, key, seconds, first, then
+        self._place = place
+        self.refused: list[str] = []
+        self.own_host = LOOPBACK
         self._guests: queue.SimpleQueue[Guest] = queue.SimpleQueue()
         self._deadlines: dict[Channel, float] = {}  # Of connections that are being greeted, in the order of arrival.
         self._lock = threading.Condition()
@@ -324,7 +339,7 @@ class Reception:
             return
         is_local = peer.family == socket.AF_UNIX
         reached = LOOPBACK if is_local else peer.getsockname()[0].removeprefix("::ffff:")
-        channel = Channel(peer, self._schema, self._seconds, _LONGEST_FIRST)
+        channel = Channel(peer, self._first, self._seconds, _LONGEST_FIRST)
         with self._lock:
             while len(self._deadlines) == _MOST_AT_ONCE and not self._is_closed:
                 if not self._lock.wait(_TURN_SECONDS):
@@ -332,8 +347,8 @@ class Reception:
                         silent.interrupt()
                     self._deadlines.clear()
             self._deadlines[channel] = time.monotonic() + self._seconds
-        guest = Guest(channel, LOOPBACK if is_local else address[0], reached)
-        threading.Thread(target=self._greet, args=(guest,), daemon=True, name="tfrep-greeting").start()
+        arguments = channel, reached, LOOPBACK if is_local else address[0]
+        threading.Thread(target=self._greet, args=arguments, daemon=True, name="tfrep-greeting").start()
 
     def _give_up(self, now: float) -> None:
         with self._lock:
@@ -341,21 +356,31 @@ class Reception:
                 if now > deadline:
                     channel.interrupt()
 
-    def _greet(self, guest: Guest) -> None:
-        channel, greeted = guest.channel, None
+    def _greet(self, channel: Channel, reached: str, address: str) -> None:
+        greeted = None
         try:
             channel.admit(self._key)
-            greeted = replace(guest, said=channel.receive()[1])
-            channel.longest = LONGEST
+            greeted = Guest(channel, channel.receive()[1])
+            channel.schema, channel.longest = self._then, LONGEST
             channel.limit(GREETING_SECONDS)
-        except WrongSecretError:
-            greeted = guest
+        except WrongSecretError:  # The others are still awaited.
+            self._refuse(address)
         except (OSError, EOFError):  # Another program may connect and send anything.
             pass
         with self._lock:
-            self._deadlines.pop(channel, None)
+            if self._deadlines.pop(channel, None) is None:  # It had to make room, and has been told so.
+                greeted = None
             self._lock.notify_all()
-            if greeted is None or greeted is guest or self._is_closed:
+            if greeted is None or self._is_closed:
                 channel.close()
-            if greeted is not None and not self._is_closed:
+            else:
+                self.own_host = reached if is_loopback(self.own_host) else self.own_host
                 self._guests.put(greeted)
+
+    def _refuse(self, address: str) -> None:
+        if address in self.refused:
+            return
+        self.refused.append(address)
+        if self._place is not None:
+            what = "At %s, a process at %s has another %s, and is refused."
+            _log.warning(what, self._place.address, address, self._place.shared)

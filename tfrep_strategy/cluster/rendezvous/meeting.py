@@ -34,6 +34,7 @@ from tfrep_strategy.cluster.rendezvous.channel import (
 from tfrep_strategy.cluster.rendezvous.confinement import confine, machines_of_run
 from tfrep_strategy.cluster.rendezvous.connections import LOOPBACK, free_ports, is_loopback
 from tfrep_strategy.cluster.rendezvous.introductions import (
+    STATEMENT,
     Guest,
     Place,
     Reception,
@@ -334,8 +335,10 @@ class Refusal:
         return (PeerError if self.lost else ConfigurationError)(self.text)
 
 
-_TO_HOST = Schema({"statement": tuple[Statement]})
 _TO_GUESTS = Schema({"all": tuple[list[Met]], "error": tuple[Refusal], "line": tuple[str]})
+
+
+Then = Callable[[dict[int, Channel], list[Met]], None]
 
 
 def meet(
@@ -345,7 +348,7 @@ def meet(
     secret: bytes | None = None,
     seconds: float | None = None,
     guard: Callable[[socket.socket], None] | None = None,
-    then: Callable[[dict[int, Channel], list[Met]], None] = lambda channels, met: None,
+    then: Then = lambda channels, met: None,
 ) -> list[Met]:
     """Meets the other processes. Every one must call it.
 
@@ -373,56 +376,46 @@ def meet(
     if place.count == 1:
         return [Met(LOOPBACK, dict(told))]
     key = secret or shared_secret(place.one_machine)
-    visit = _Visit(place, Statement.of(place, told), key, meeting_seconds() if seconds is None else seconds)
-    visit.then = then
-    return _Host(visit, guard).receive() if place.number == 0 else visit.until_all_have_come()
+    visit = Visit(place, Statement.of(place, told), key, meeting_seconds() if seconds is None else seconds)
+    return _Host(visit, guard).receive(then) if place.number == 0 else visit.insist(lambda: _go_once(visit, then))
 
 
-class _Visit(Visit):
-    """A process other than process 0 in the meeting."""
+def _go_once(visit: Visit, then: Then, patience: int | None = None, silence: float | None = None) -> list[Met]:
+    """Goes to the meeting once.
 
-    then: Callable[[dict[int, Channel], list[Met]], None]
+    Args:
+        visit: Of a process other than process 0.
+        then: As for `meet`.
+        patience: How many seconds to wait until it is let in. Default: as `Visit.enter`.
+        silence: Longest silence after that, in seconds. Default: 30.
 
-    def until_all_have_come(self) -> list[Met]:
-        """Goes there again and again, until it gets an answer."""
-        return self.insist(self.once)
-
-    def once(self, patience: int | None = None, silence: float | None = None) -> list[Met]:
-        """Goes there once.
-
-        Args:
-            patience: How many seconds to wait until it is let in. Default: as `enter`.
-            silence: Longest silence after that, in seconds. Default: 30.
-
-        Raises:
-            OSError, EOFError: No process listens there, or the connection broke.
-        """
-        with self.enter(_TO_GUESTS, patience) as channel:
-            problem = f"{self.place.named([0])} has gone silent"
-            while channel.poll(max(0.0, min(silence or 3 * LINE_SECONDS, self.deadline + _GRACE_SECONDS - time.monotonic()))):
-                kind, content = channel.receive()
-                if kind == "all":
-                    self.then({0: channel}, content)
-                    return content
-                if kind == "error":
-                    raise content.error()
-                problem = content
-                _log.warning("Waiting at %s. %s.", self.place.address, problem)
-        late = time.monotonic() > self.deadline
-        raise given_up(self.place, self.seconds, problem) if late else TimeoutError(problem)
+    Raises:
+        OSError, EOFError: No process listens there, or the connection broke.
+    """
+    with visit.enter(_TO_GUESTS, patience) as channel:
+        problem = f"{visit.place.named([0])} has gone silent"
+        while channel.poll(max(0.0, min(silence or 3 * LINE_SECONDS, visit.deadline + _GRACE_SECONDS - time.monotonic()))):
+            kind, content = channel.receive()
+            if kind == "all":
+                then({0: channel}, content)
+                return content
+            if kind == "error":
+                raise content.error()
+            problem = content
+            _log.warning("Waiting at %s. %s.", visit.place.address, problem)
+    late = time.monotonic() > visit.deadline
+    raise given_up(visit.place, visit.seconds, problem) if late else TimeoutError(problem)
 
 
 class _Host:
     """Process 0 in the meeting, to which the others come."""
 
-    def __init__(self, visit: _Visit, guard: Callable[[socket.socket], None] | None) -> None:
+    def __init__(self, visit: Visit, guard: Callable[[socket.socket], None] | None) -> None:
         self._visit, self._place, self._own, self._guard = visit, visit.place, visit.own, guard
         self._here: dict[Channel, Statement] = {}
-        self._own_host = LOOPBACK
-        self._refused: dict[str, None] = {}
         self._next_line = time.monotonic() + LINE_SECONDS
 
-    def receive(self) -> list[Met]:
+    def receive(self, then: Then) -> list[Met]:
         try:
             server, is_certain = listen_at(self._place)
         except OSError as error:
@@ -430,13 +423,13 @@ class _Host:
             raise unusable(self._place, error) from None
         if self._guard:
             self._guard(server)
-        self._reception = Reception(server, self._visit.key, _GREETING_SECONDS, _TO_HOST)
+        self._reception = Reception(server, self._visit.key, _GREETING_SECONDS, STATEMENT, Schema({}), self._place)
         with contextlib.closing(self._reception):
             try:
                 while missing := self._missing():
                     self._serve()
                     self._remind(missing, is_certain)
-                return self._tell_all()
+                return self._tell_all(then)
             except (ConfigurationError, PeerError) as error:
                 self._tell_error(error)
                 raise
@@ -452,26 +445,18 @@ class _Host:
         for channel in speaking(list(self._here), 0):  # It has sent everything before, so it has ended. It may come again.
             del self._here[channel]
             channel.close()
-        self._here |= {guest.channel: guest.said for guest in guests if guest.said is not None}
+        self._here |= {guest.channel: guest.said for guest in guests}
         for guest in guests:
             self._look_at(guest)
 
     def _is_this_process(self, guest: Guest) -> bool:
         """Whether the guest is this process, which has gone to its own address to look for another process 0. It is sent away."""
-        is_own = guest.said is not None and guest.said.mark == self._own.mark
+        is_own = guest.said.mark == self._own.mark
         if is_own:
             guest.channel.close()
         return is_own
 
     def _look_at(self, guest: Guest) -> None:
-        if guest.said is None:  # Any program may connect and send anything. The others are still awaited.
-            if guest.address not in self._refused:
-                self._refused[guest.address] = None
-                what = "At %s, a process at %s has another %s, and is refused."
-                _log.warning(what, self._place.address, guest.address, self._place.shared)
-            return
-        if is_loopback(self._own_host):
-            self._own_host = guest.reached
         # Several may have come at once, so each is compared.
         others = [said for channel, said in self._here.items() if channel is not guest.channel]
         if error := misfit([self._own, *others, guest.said], self._place):
@@ -480,8 +465,8 @@ class _Host:
     def _remind(self, missing: list[int], is_certain: bool) -> None:
         now = time.monotonic()
         problem = f"{self._place.named(missing)} {'has' if len(missing) == 1 else 'have'} not come"
-        if self._refused:
-            problem += f". A process at {next(iter(self._refused))} has another {self._place.shared} ({self._place.setting})"
+        if self._reception.refused:
+            problem += f". A process at {self._reception.refused[0]} has another {self._place.shared} ({self._place.setting})"
         if now > self._visit.deadline:
             raise given_up(self._place, self._visit.seconds, problem)
         if now > self._next_line:
@@ -494,13 +479,14 @@ class _Host:
     def _look_for_another_host(self) -> None:
         """Goes to its own address. If another process 0 listens there, both get an error, and so do all that wait."""
         with contextlib.suppress(OSError, EOFError):
-            self._visit.once(patience=1, silence=1)
+            _go_once(self._visit, lambda channels, met: None, patience=1, silence=1)
 
-    def _tell_all(self) -> list[Met]:
+    def _tell_all(self, then: Then) -> list[Met]:
         statements = sorted([self._own, *self._here.values()], key=lambda each: each.number)
-        all_met = [Met(self._own_host if is_loopback(each.host) else each.host, each.told) for each in statements]
+        own_host = self._reception.own_host
+        all_met = [Met(own_host if is_loopback(each.host) else each.host, each.told) for each in statements]
         self._send("all", all_met)
-        self._visit.then({said.number: channel for channel, said in self._here.items()}, all_met)
+        then({said.number: channel for channel, said in self._here.items()}, all_met)
         return all_met
 
     def _tell_error(self, error: Exception) -> None:

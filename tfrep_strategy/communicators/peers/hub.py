@@ -110,13 +110,18 @@ class Hub:
 
     def _accept(self) -> None:
         deadline = time.monotonic() + CONNECT_SECONDS + GREETING_SECONDS
-        with contextlib.closing(Reception(self._server, self.key, GREETING_SECONDS, reports.TO_HUB)) as reception:
-            while len(self._ranks) < self._size and time.monotonic() < deadline and not self._is_given_up:
+        missing = set(range(self._size))
+        reception = Reception(self._server, self.key, GREETING_SECONDS, reports.RANK, reports.TO_HUB)
+        with contextlib.closing(reception):
+            while missing and time.monotonic() < deadline and not self._is_given_up:
                 for guest in reception.guests(_LOOK_SECONDS):
-                    if guest.said is not None:
-                        self._ranks[guest.channel] = guest.said
-                        self._selector.register(guest.channel, selectors.EVENT_READ)
-                        self._lend(guest.channel)
+                    if guest.said not in missing:  # It has come before, or is no rank.
+                        guest.channel.hang_up()
+                        continue
+                    missing.remove(guest.said)
+                    self._ranks[guest.channel] = guest.said
+                    self._selector.register(guest.channel, selectors.EVENT_READ)
+                    self._lend(guest.channel)
 
     def _serve(self) -> None:
         self._heard = dict.fromkeys(self._ranks.values(), time.monotonic())
@@ -135,7 +140,9 @@ class Hub:
 
     def _hear_all(self, channels: Sequence[Channel]) -> None:
         for channel in channels:
-            self._hear(channel)
+            for said in channel.arrived("ended", True, None):
+                if channel in self._ranks:  # The last word of a rank may not be the last message.
+                    self._hear(channel, said)
         self._say_goodbyes()
 
     def _say_goodbyes(self) -> None:
@@ -143,12 +150,8 @@ class Hub:
             self._tell(("ended", self._goodbyes))
             self._goodbyes = []
 
-    def _hear(self, channel: Channel) -> None:
+    def _hear(self, channel: Channel, said: tuple[Any, ...]) -> None:
         rank = self._ranks[channel]
-        try:
-            said = channel.receive()
-        except (EOFError, OSError):
-            said = "ended", True, None
         if said[0] == "report":
             self._note(rank, said[1])
         elif said[0] in reports.OF_HUB:
@@ -307,8 +310,8 @@ class Hub:
                 pass  # The waiting ranks already know of the rank that failed.
             elif current.is_limited and (now > current.deadline or not missing.isdisjoint(self._ended)):
                 what = f"Only some of the ranks {some_of(group)} called "
-                if current.waits:
-                    what += f"their collective number {int(number) + 1}."
+                if isinstance(number, int):
+                    what += f"their collective number {number + 1}."
                 elif all(map(self._is_in_a_call, missing)):
                     what += f"a collective in which others have waited for {self._limit:.0f} seconds."
                 else:  # `_weigh` reports ranks that call nothing or are silent.

@@ -376,6 +376,8 @@ class PeerMonitor:
             group: The ranks that take part.
             position: The position of this rank. All ranks of the group follow their positions in the same order.
         """
+        if any(each.position is position for each in self._followed):  # A group that was made twice.
+            return
         number = sum(each.group == group for each in self._followed)
         self._followed.append(Followed(group, number, position, self._limit))
         RECORDER.places.append(self._followed[-1].known)

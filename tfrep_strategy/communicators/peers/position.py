@@ -65,10 +65,10 @@ class Position:
             times = _read(handle)[:1] + 1
             return _write(handle, tf.concat([times, number, sizes], 0)), handle, times
 
-    def leave(self, entered: Any, result: tf.Tensor) -> None:
+    def leave(self, entered: Any, results: Sequence[tf.Tensor]) -> None:
         """Records that a collective has ended."""
         _, handle, times = entered
-        with tf.device("CPU:0"), tf.control_dependencies([result]):
+        with tf.device("CPU:0"), tf.control_dependencies(results):
             _write(handle, times)
 
     def read(self) -> Iterator[tuple[Stay, bool]]:
@@ -142,7 +142,7 @@ class Followed:
     """
 
     def __init__(self, group: Sequence[int], number: int, position: Position, limit: float) -> None:
-        self.group, self._number, self._position, self._limit = group, number, position, limit
+        self.group, self._number, self.position, self._limit = group, number, position, limit
         self._looks: dict[Stay, int] = {}
         self._until: dict[Stay, float] = {}
         self._since: dict[Stay, float] = {}
@@ -150,7 +150,7 @@ class Followed:
 
     def look(self) -> list[Report]:
         """Returns a report for each collective that the rank has been in for some time, and another one at the limit."""
-        now, read = time.monotonic(), list(self._position.read())
+        now, read = time.monotonic(), list(self.position.read())
         stays = [stay for stay, is_inside in read if is_inside]
         self._ended = {stay: self._ended.get(stay, time.time()) for stay, is_inside in read if not is_inside}
         self._since = {stay: self._since.get(stay, now) for stay in stays}

@@ -18,7 +18,7 @@ from tfrep_strategy.cluster.flight_recorder import LONGEST_LINE, MOST_LINES, Whe
 from tfrep_strategy.cluster.rendezvous.channel import Schema
 from tfrep_strategy.core.calls import Call
 from tfrep_strategy.core.validation import MOST_RANKS
-from tfrep_strategy.errors import DesyncError, message
+from tfrep_strategy.errors import DesyncError, is_count, message
 
 _NAMED = 8
 """The number of ranks that a message names one by one."""
@@ -26,7 +26,10 @@ _NAMED = 8
 
 def _group(found: Any) -> Sequence[int]:
     """Reads a group from a message."""
-    return range(found["start"], min(found["stop"], MOST_RANKS)) if isinstance(found, dict) else tuple(found)
+    numbers = [found.get("start"), found.get("stop")] if isinstance(found, dict) else found
+    if not isinstance(numbers, list) or not all(is_count(each, 0, MOST_RANKS) for each in numbers):
+        raise ValueError("no group")
+    return range(*numbers) if isinstance(found, dict) else tuple(numbers)
 
 
 Group = Annotated[Any, BeforeValidator(_group)]
@@ -107,7 +110,7 @@ _HangLines = Annotated[list[Annotated[str, Field(max_length=LONGEST_LINE)]], Fie
 
 
 class State(NamedTuple):
-    """What a rank tells the hub from time to time.
+    """The state of a rank, which it tells the hub from time to time.
 
     Attributes:
         busy: Seconds that it has been in a call; None if it is in none.
@@ -120,9 +123,10 @@ class State(NamedTuple):
     where: Whereabouts | None = None
 
 
+RANK = Schema({"rank": tuple[int]})
+"""The first message to the hub."""
 TO_HUB = Schema(
     {
-        "rank": tuple[int],
         "report": tuple[Report],
         "state": State,
         "where": tuple[Whereabouts],
@@ -242,7 +246,7 @@ class Programs:
                 self._lines[name] = {}
                 self._tell((OF_RANK[1], name), sorted({first, rank}))
             return
-        lines = self._lines[name]
+        lines = self._lines.get(name, {})  # Lines for which the hub has not asked change nothing.
         lines[rank] = what
         if len(lines) == 2:
             self._tell(("desync", _difference(lines)), None)

@@ -141,7 +141,7 @@ class Estimator:
         config = config or RunConfig()
         if model_dir is not None and config.model_dir is not None and os.fspath(model_dir) != os.fspath(config.model_dir):
             raise ConfigurationError(
-                message("Two folders are given.", hint="leave out one.", model_dir=model_dir, config=config.model_dir)
+                message("Two model folders are given.", hint="leave out one.", model_dir=model_dir, config=config.model_dir)
             )
         folder = model_dir or config.model_dir
         if folder is None:
@@ -338,7 +338,7 @@ class Estimator:
         if serving_input_receiver_fn is not None:
             raise ConfigurationError(
                 message(
-                    "A Keras model knows its inputs, and there are no placeholders.",
+                    "The inputs of an export are those of the Keras model.",
                     hint="leave it out. Parse and prepare inputs in layers of the model.",
                     serving_input_receiver_fn=serving_input_receiver_fn,
                 )
@@ -416,7 +416,7 @@ def _named(model: Any, outputs: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TrainSpec:
-    """What `train_and_evaluate` trains.
+    """The training of `train_and_evaluate`.
 
     Attributes:
         input_fn: See `Estimator.train`.
@@ -431,7 +431,7 @@ class TrainSpec:
 
 @dataclass(frozen=True)
 class EvalSpec:
-    """What `train_and_evaluate` evaluates.
+    """The evaluation of `train_and_evaluate`.
 
     Attributes:
         input_fn: See `Estimator.evaluate`.

@@ -14,7 +14,7 @@ from tfrep_strategy.strategies.groups import process_communicator
 
 
 class SessionRunArgs(NamedTuple):
-    """What `before_run` asks for.
+    """The values that `before_run` asks for.
 
     Attributes:
         fetches: A name, or a nest of names: "global_step", "loss", or a metric of the model.
@@ -28,7 +28,7 @@ class SessionRunArgs(NamedTuple):
 
 
 class SessionRunValues(NamedTuple):
-    """What `after_run` gets.
+    """The values that `after_run` gets.
 
     Attributes:
         results: What `before_run` has asked for, in the same structure; None if it asked for nothing.

@@ -1,4 +1,4 @@
-"""What an estimator does between two steps of `fit`, and of `evaluate`.
+"""The work of an estimator between two steps of `fit`, and of `evaluate`.
 
 Summaries for TensorBoard, which the chief writes.
 
@@ -74,7 +74,7 @@ def check_model(model: Any) -> None:
     if not isinstance(model, keras.Model):
         raise ConfigurationError(
             message(
-                "An estimator is made of a Keras model.",
+                "An estimator needs a Keras model.",
                 hint="a model_fn becomes a function that makes one; see docs/migration/model_fn.md.",
                 keras_model=model,
             )

@@ -1,4 +1,4 @@
-"""What the parts of the report measure, each in a process with its own devices."""
+"""The measurements of the parts of the report, each in a process with its own devices."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def refuse_what_is_no_sum(metric: Any, update: Any, args: Any, kwargs: Any) -> N
             message(
                 f"The state of {type(metric).__name__} is no sum: its update does more than add to `{variable.name}`. Workers"
                 " each count from zero, and what they have counted is added up.",
-                hint="keep sums and counts (assign_add), and compute what is wanted of them in result().",
+                hint="keep sums and counts (assign_add), and compute the result from them in result().",
                 metric=metric.name,
             )
         )

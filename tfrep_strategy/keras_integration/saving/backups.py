@@ -162,8 +162,8 @@ class Generations:
         try:
             yield
         except tf.errors.OpError as error:
-            text = f"A backup cannot be {done} there. Complete ones that were there are as they were."
-            hint = "look whether the address is right, can be reached, and whether you may write there."
+            text = f"A backup cannot be {done} there. Complete backups in that place are unchanged."
+            hint = "check that the address is right and can be reached, and that you may write there."
             raise OSError(message(text, hint, backup_dir=self._address, error=error.message)) from error
 
 
@@ -369,7 +369,7 @@ def _in_place(callback: Any, backup: Backup) -> Iterator[None]:
         return
     with _generations(callback).copied(backup) as copies:
         if (read_metadata(copies.metadata) or {}).get(_CHECKSUM) not in (None, _checksum(copies.weights)):
-            raise OSError(message("These weights are not those of the metadata.", weights=backup.weights))
+            raise OSError(message("The weights of this backup do not match its metadata.", weights=backup.weights))
         callback._weights_path, callback._training_metadata_path = copies
         try:
             yield

@@ -140,7 +140,7 @@ class TimedCheckpoint(keras.callbacks.Callback):
         super().__init__()
         if not str(filepath).endswith(_SUFFIX):
             raise ConfigurationError(
-                message("A checkpoint holds weights.", hint=f'end its name in "{_SUFFIX}".', filepath=str(filepath))
+                message("TimedCheckpoint saves weights.", hint=f'end the name in "{_SUFFIX}".', filepath=str(filepath))
             )
         check_seconds(seconds=seconds)
         self.filepath = str(filepath)

@@ -110,7 +110,7 @@ def find_local(ranks: Sequence[Sequence[Given]]) -> dict[Given, list[int]]:
             raise ConfigurationError(
                 message(
                     f"Only some ranks were given a {given.kind.rpartition('.')[2]}, which changes training or needs all ranks.",
-                    hint="give it to all ranks; what it writes is written once all the same.",
+                    hint="give it to all ranks. Its files are written only once all the same.",
                     ranks_with_it=found[given],
                 )
             )
@@ -155,7 +155,7 @@ def _forwarding(hook: str) -> Callable[..., None]:
             raise ConfigurationError(
                 message(
                     f"A {type(self.callback).__name__} that not all ranks were given has changed the learning rate.",
-                    hint="give it to all ranks; what it writes is written once all the same.",
+                    hint="give it to all ranks. Its files are written only once all the same.",
                     hook=hook,
                     before=before,
                     learning_rate=rate,
@@ -165,7 +165,7 @@ def _forwarding(hook: str) -> Callable[..., None]:
             raise ConfigurationError(
                 message(
                     f"A {type(self.callback).__name__} that not all ranks were given has changed the model or its optimizer.",
-                    hint="give it to all ranks; what it writes is written once all the same.",
+                    hint="give it to all ranks. Its files are written only once all the same.",
                     hook=hook,
                     variables=changed,
                 )

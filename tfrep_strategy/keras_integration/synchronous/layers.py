@@ -57,7 +57,9 @@ class Layers(SynchronousBase):
             kept = requested[0], "none" if requested[1] == "only_first_replica" else requested[1]
         variable._synchronization, variable._aggregation = kept
         extended = self.strategy.extended
-        cut = extended.cut_of_new_variables.value or cut_of_layout(variable, value, self.strategy.num_replicas_in_sync)
+        cut = extended.cut_of_new_variables.value or cut_of_layout(
+            variable, value, self.strategy.num_replicas_in_sync, extended.model_size
+        )
         try:
             with extended.cut_of_new_variables.to(cut):
                 original(variable, value)

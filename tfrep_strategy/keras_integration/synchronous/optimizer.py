@@ -216,7 +216,7 @@ def _refuse_other_state(optimizer: Any) -> None:
     if whole:
         raise ConfigurationError(
             message(
-                "This optimizer has state that cannot be sharded: it is no slot of a variable.",
+                "This optimizer has state that cannot be sharded, because it is not a slot of a variable.",
                 hint="make it with add_optimizer_variables, or leave out shard_optimizer_state.",
                 optimizer=type(optimizer).__name__,
                 state=[v.path for v in whole],
@@ -225,8 +225,8 @@ def _refuse_other_state(optimizer: Any) -> None:
 
 
 _OUTSIDE_REPLICAS = (
-    "An optimizer is applied outside `strategy.run`. Gradients that are computed there too are those of the whole batch: right, but"
-    " no faster than one device.\n"
+    "An optimizer is applied outside `strategy.run`. If its gradients are computed there too, they are those of the whole batch:"
+    " correct, but no faster than one device.\n"
     "Hint: make the step a `@tf.function`, called in the scope with the same batches on all ranks. Replicas then share its work."
 )
 

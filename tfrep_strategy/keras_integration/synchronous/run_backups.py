@@ -95,7 +95,8 @@ class BackgroundWrites:
             kind = type(error), getattr(error, "errno", None)
             if kind not in self._reported:
                 self._reported.add(kind)
-                text = f"{what} was not written: {error}\nAn older one is as it was. Training goes on, and the next one is tried."
+                kept = "The backup before it is kept. Training goes on, and the next backup is tried."
+                text = f"{what} was not written: {error}\n{kept}"
                 print(f"tfrep: {text}", file=sys.stderr, flush=True)
             return False
         self._reported.clear()
@@ -218,7 +219,7 @@ def _place_of(own: dict[str, Any], folder: str) -> tuple[str, str]:
     else:
         if of_call and _FIT in found[of_call[0]]:
             differ = " and ".join(differences(own, found[of_call[0]][_FIT]))
-            text = f"fit {own['number']} begins anew: its backup is of another fit ({differ} differ)."
+            text = f"fit {own['number']} starts from the beginning: its backup belongs to another fit ({differ} differ)."
         taken = {*places.values(), *_places_taken}
         free = (os.path.join(folder, f"{_NAME}{number}") for number in itertools.count(own["number"]))
         place = next(place for place in free if place not in taken)
@@ -350,7 +351,7 @@ class RunBackup(keras.callbacks.Callback):
         """Restores the backup, after the `on_train_begin` of the other callbacks."""
         model, extended = self.model, self._strategy.extended
         if not model.built:
-            what = "the model is not built before fit, so that this fit has no backup."
+            what = "the model is not built before fit, so this fit has no backup."
             _say(self._strategy, f"{what} Call the model on a batch first.")
             return
         self._pace = Pace(model)
@@ -464,7 +465,7 @@ class RunBackup(keras.callbacks.Callback):
         else:
             self._strategy.extended.resumes_at = self._epochs_read, batches
             cut_to(restored["csv_lengths"], self._callbacks)  # A later `fit` may have overwritten the file of a finished one.
-            _say(self._strategy, f"fit goes on from its backup: epoch {epochs}, batch {batches}.")
+            _say(self._strategy, f"fit resumes from its backup: epoch {epochs}, batch {batches}.")
         with self._strategy.scope():
             assign_beside_files(self.model, restored["beside_files"])
 
@@ -492,7 +493,7 @@ class RunBackup(keras.callbacks.Callback):
             self._build_metrics()
         variables = self.model.metrics_variables
         if len(values) != len(variables):
-            _say(self._strategy, "metrics of this epoch begin anew: the step makes them when it runs.")
+            _say(self._strategy, "metrics of this epoch start from zero, because the step makes them when it runs.")
         elif self._strategy.extended.is_chief:
             with self._strategy.extended.acting_alone():
                 for variable, value in zip(variables, values, strict=True):

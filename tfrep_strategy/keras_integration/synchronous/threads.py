@@ -111,7 +111,7 @@ class OtherThreads(SynchronousBase):
         if self.is_other_thread and self._training:
             raise ConfigurationError(
                 message(
-                    "Another thread trains, and the ranks could not tell in which order the two do their steps.",
+                    "Another thread trains, and ranks could not agree on the order of the steps of two threads.",
                     hint="train in one thread, or wait until it has ended; other threads may predict, evaluate and save.",
                     method=method,
                 )

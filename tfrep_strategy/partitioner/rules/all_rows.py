@@ -15,6 +15,7 @@ _DENSE = "the rows are sparse or ragged"
 _COUNT = "how many rows the result has depends on the values of all rows"
 _ORDER = "each row of the result may be any row of the batch"
 _PYTHON = "a function of Python gets what it gets on one device"
+_BLOCKS = "the rows lie in blocks of all rows"
 _VARIABLE = "the copies of a variable get the rows of all replicas"
 
 ON_PURPOSE.update(
@@ -22,6 +23,7 @@ ON_PURPOSE.update(
     | dict.fromkeys(("RaggedTensorToTensor", "SparseTensorDenseMatMul", "SparseToDense"), _DENSE)
     | dict.fromkeys(("Unique", "UniqueV2", "UniqueWithCounts"), _COUNT)
     | dict.fromkeys(("DynamicStitch", "RandomShuffle", "ReverseV2", "Roll", "TopKV2"), _ORDER)
+    | dict.fromkeys(("BatchToSpaceND", "SpaceToBatchND"), _BLOCKS)
     | dict.fromkeys(("EagerPyFunc", "PyFunc", "PyFuncStateless"), _PYTHON)
     | dict.fromkeys(("ResourceScatterAdd", "ResourceScatterSub", "ResourceScatterUpdate"), _VARIABLE)
 )

@@ -110,10 +110,11 @@ def planned(plan: Planner, graph: Any, entries: Sequence[Entry]) -> Planner:
         graph: The traced body.
         entries: The knowledge about its inputs.
     """
-    program = Program()
+    program = Program(plan.program.group)
     rows = OwnRows(*(program.argument(tf.int32, []) for _ in range(ROWS)))
     inner = Planner(program, rows, plan.local_replicas)
     inner.traced_rows = plan.traced_rows
+    inner.of_model, inner.is_planned_again = plan.of_model, plan.is_planned_again
     if plan.parts_of_layouts:
         inner.begin_layouts(plan.parts_of_layouts)
     for tensor, each in zip(graph.inputs, entries, strict=True):

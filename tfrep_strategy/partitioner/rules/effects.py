@@ -10,8 +10,11 @@ import tensorflow as tf
 from tfrep_strategy.core.tf import operation_definition
 from tfrep_strategy.errors import CannotPartitionError, message
 from tfrep_strategy.partitioner import marks
-from tfrep_strategy.partitioner.placements import OF_LAYOUT, OWN, PARTIAL, REPLICATE, Own, Partial, Parts, Rows, Shard
+from tfrep_strategy.partitioner import sizes as by_value
+from tfrep_strategy.partitioner.placements import OF_LAYOUT, OWN, PARTIAL, REPLICATE, Own, Partial, Parts, Replicate, Rows, Shard
 from tfrep_strategy.partitioner.planner import MARKED, OF_OWN, Planner, always, rule
+from tfrep_strategy.partitioner.program import Collective
+from tfrep_strategy.partitioner.second_axis import MODEL, collective_of
 
 
 @rule("ReadVariableOp")
@@ -35,14 +38,11 @@ def read(plan: Planner, operation: Any) -> None:
 @always
 def shape_of_variable(plan: Planner, operation: Any) -> None:
     """Returns the shape of a variable, which all its copies share."""
-    placement = plan.placement(operation.inputs[0])
-    if isinstance(placement, Shard):
-        (result,) = operation.outputs
-        plan.put(result, REPLICATE, plan.program.constant(plan.known_dims[operation.inputs[0].name], result.dtype))
-        return
-    if isinstance(placement, Parts):
-        (result,) = operation.outputs
-        plan.put(result, REPLICATE, plan.program.constant(placement.shape, result.dtype))
+    placement, (result,) = plan.placement(operation.inputs[0]), operation.outputs
+    if isinstance(placement, (Parts, Shard)):
+        shape = placement.shape if isinstance(placement, Parts) else plan.known_dims[operation.inputs[0].name]
+        plan.put(result, REPLICATE, plan.program.constant(shape, result.dtype))
+        plan.sizes[result.name] = by_value.array(list(shape))
         return
     plan.emit(operation, plan.locals(operation), REPLICATE)
 
@@ -108,7 +108,19 @@ def by_its_mark(plan: Planner, operation: Any) -> None:
     """Plans an operation with a mark."""
     mark = marks.mark_of(operation)
     assert mark is not None
-    MARKS[mark](plan, operation)
+    if not plan.is_planned_again or mark in (marks.BATCH, marks.GRADIENT, marks.SLICES):
+        MARKS[mark](plan, operation)
+    elif mark in (marks.OWN_SUM, marks.SPREAD):
+        plan.emit(operation, list(map(plan.replicated, operation.inputs)), REPLICATE)
+    else:
+        raise CannotPartitionError(
+            message(
+                "Replicas of a mesh of two axes have no value of their own for an operation.",
+                hint="leave out gradient_aggregator and shard_optimizer_state, or make a mesh with one axis above 1.",
+                operation=f"{operation.type} {operation.name!r}",
+                mark=mark,
+            )
+        )
 
 
 def _for(mark: str) -> Callable[[Any], Any]:
@@ -119,15 +131,38 @@ def _for(mark: str) -> Callable[[Any], Any]:
     return register
 
 
+@_for(marks.WITHIN)
+def within(plan: Planner, operation: Any) -> None:
+    """Sends along the axis of a mesh whose replicas have the same rows. Rows and sums stay what they are."""
+    x, (result,) = operation.inputs[0], operation.outputs
+    kind, axis = collective_of(operation)
+    placement = plan.placement(x)
+    if isinstance(placement, Shard):
+        stays = kind in ("sum", "gradient", "first") or (kind == "gather" and placement.axis != axis)
+    else:
+        stays = isinstance(placement, (Replicate, Own)) or (isinstance(placement, Partial) and kind != "first")
+    own = plan.local(x) if stays else plan.replicated(x)
+    sent = plan.program.send(kind, own, axis, group=MODEL)
+    sent.varies = own.varies
+    plan.put(result, placement if stays else REPLICATE, sent)
+    if (dims := plan.dims(x)) is not None and result.shape.rank == len(dims):
+        along = axis if kind == "gather" else None
+        known = result.shape.as_list()
+        plan.known_dims[result.name] = [known[i] if i == along else size for i, size in enumerate(dims)]
+
+
 @_for(marks.GRADIENT)
 def gradient(plan: Planner, operation: Any) -> None:
     """Sums a partial gradient. A gradient that each replica has computed alone is made equal."""
     (x,) = operation.inputs
-    placement = plan.placement(x)
+    placement, node = plan.placement(x), plan.local(x).node
     if isinstance(placement, Shard) and placement.rows == OF_LAYOUT:
         plan.put(operation.outputs[0], placement, plan.local(x))
+    elif isinstance(placement, Partial) and isinstance(node, Collective) and (node.kind, node.group) == ("gradient", MODEL):
+        plan.put(operation.outputs[0], REPLICATE, plan.program.send("gradient", node.inputs[0], group=""))  # Along both axes.
     else:
         plan.put(operation.outputs[0], REPLICATE, plan.agreed(x, "gradient"))
+    _mark_again(plan, operation)
     if (dims := plan.dims(x)) is not None:
         plan.known_dims[operation.outputs[0].name] = dims
 
@@ -139,6 +174,15 @@ def slices(plan: Planner, operation: Any) -> None:
     is_sent = plan.placement(x) == Shard(0) and x.name not in plan.whole
     whole = plan.program.send("slices", plan.local(x)) if is_sent else plan.replicated(x)
     plan.put(operation.outputs[0], REPLICATE, whole)
+    _mark_again(plan, operation)
+
+
+def _mark_again(plan: Planner, operation: Any) -> None:
+    """Keeps the mark of a result for the plan along the other axis of a mesh."""
+    if plan.is_planned_again:
+        (result,) = operation.outputs
+        value = plan.value(result)
+        plan.put(result, value.placement, plan.program.copy_of(operation, [value.local]).outputs[0])
 
 
 @_for(marks.REPLICA)
@@ -203,6 +247,9 @@ def spread(plan: Planner, operation: Any) -> None:
 def batch(plan: Planner, operation: Any) -> None:
     """Shards a batch that all replicas have whole, unless rows of another batch are in use."""
     wholes = [plan.replicated(x) for x in operation.inputs]
+    if plan.of_model:
+        plan.emit(operation, wholes, REPLICATE)
+        return
     is_shared = plan.begin_batch(wholes[1], operation.inputs[1].shape[0], wholes[0])
     for place, (tensor, whole) in enumerate(zip(operation.outputs, wholes, strict=True)):
         if place and is_shared:

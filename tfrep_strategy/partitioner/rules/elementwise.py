@@ -43,6 +43,8 @@ SAME_BITS.update((*_SAME, *_LINEAR, *_UNARY, *_BINARY, "Cast"))
 _OF_ONE_SHAPE = ("AddN", "ApproximateEqual", *(kind for kind in _BINARY if kind.endswith("Grad")))
 """Operations whose operands are not broadcast."""
 
+_QUANTIZED = [f"FakeQuantWithMinMaxVars{kind}" for kind in ("", "Gradient", "PerChannel", "PerChannelGradient")]
+
 _SUMS = ("Add", "AddV2", "AddN", "Sub")
 
 _PRODUCTS = {
@@ -129,6 +131,26 @@ def select(plan: Planner, operation: Any) -> None:
     plan.emit(operation, [own, *(plan.sharded(x, shard) for x in chosen)], shard)
 
 
+@rule(*_QUANTIZED)
+def quantized(plan: Planner, operation: Any) -> None:
+    """Plans a quantization in a range for all elements, or in one for each index of the last axis, and its gradients.
+
+    The gradients of a range are sums over elements.
+    """
+    is_gradient = operation.type.endswith("Gradient")
+    *tensors, low, high = operation.inputs
+    for x in tensors:
+        if isinstance(plan.placement(x), Partial):
+            plan.replicated(x)
+    aligned, rank = aligned_rows(plan, tensors, have_one_shape=True), plan.rank(tensors[0])
+    if aligned is None or (aligned[0].axis + 1 == rank and "PerChannel" in operation.type):
+        plan.replicate(operation)
+        return
+    shard, local = aligned
+    inputs = [*local, plan.replicated(low), plan.replicated(high)]
+    plan.emit(operation, inputs, *([shard, PARTIAL, PARTIAL] if is_gradient else [shard]))
+
+
 def _note_dims(plan: Planner, operation: Any) -> None:
     """Records sizes of a result that the trace does not know."""
     shapes = [dims for x in operation.inputs if (dims := plan.dims(x)) is not None]
@@ -170,6 +192,11 @@ def _of_sums(plan: Planner, operation: Any) -> bool:
         return True
     if operation.type == "ZerosLike":
         plan.emit(operation, plan.locals(operation), REPLICATE)
+        return True
+    if operation.type == "SelectV2" and inputs[0].shape.rank == 0 and isinstance(placements[0], Replicate):
+        if any(isinstance(placement, Shard) for placement in placements) or len({plan.rank(x) for x in inputs[1:]}) > 1:
+            return False
+        plan.emit(operation, [plan.local(inputs[0]), *map(plan.partial, inputs[1:])], PARTIAL)
         return True
     is_linear = len(summed) == 1 and summed[0] in _PRODUCTS.get(operation.type, ())
     if not is_linear or not _fits(inputs[summed[0]], operation):

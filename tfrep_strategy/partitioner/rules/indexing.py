@@ -494,20 +494,20 @@ def scatter_into(plan: Planner, operation: Any) -> None:
 def scatter_to_variable(plan: Planner, operation: Any) -> None:
     """Writes rows of a variable. If a layout shards it, each replica writes what it holds of them."""
     handle, indices, new = operation.inputs
-    shard, rank = plan.placement(handle), new.shape.rank
-    is_known = indices.shape.rank is not None and bool(rank)
-    if not isinstance(shard, Shard) or not is_known or (shard.axis == 0 and operation.type == "ResourceScatterUpdate"):
+    shard, rank, axes = plan.placement(handle), plan.rank(new), plan.rank(indices)
+    replaces = operation.type == "ResourceScatterUpdate"
+    if not isinstance(shard, Shard) or not rank or axes is None or (shard.axis == 0 and replaces):
         plan.replicate(operation)
         return
     places = plan.replicated(indices)
     if shard.axis:
-        values = plan.sharded(new, shard.on(shard.axis + indices.shape.rank - 1))
+        values = plan.sharded(new, shard.on(shard.axis + axes - 1))
         plan.add_write(operation, [plan.local(handle), places, values])
         return
     add = plan.program.add
     own, is_here = _own_places(plan, places, shard)
     last = plan.as_dtype(add("Sub", plan.elements(shard).count, 1), indices.dtype)
-    for _ in range(rank - indices.shape.rank):
+    for _ in range(rank - axes):
         is_here = add("ExpandDims", is_here, -1)
     values = add("SelectV2", is_here, plan.replicated(new), plan.program.constant(0, new.dtype))  # Zeros for the rows of others.
     plan.add_write(operation, [plan.local(handle), add("Minimum", own, last), values])

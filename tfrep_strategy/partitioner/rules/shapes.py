@@ -170,8 +170,9 @@ def reshape(plan: Planner, operation: Any) -> None:
     if _is_reshaped_to_itself(plan, x, wanted):
         plan.put_same(operation, x)
         asked: Any = plan.sizes_of(wanted)
-        pairs = zip(plan.dims(x) or (), asked, strict=True)
-        plan.known_dims[operation.outputs[0].name] = [a if d is None and a != -1 else d for d, a in pairs]
+        plan.known_dims[operation.outputs[0].name] = [
+            a if d is None and a != -1 else d for d, a in zip(plan.dims(x) or (), asked, strict=True)
+        ]
         return
     if not isinstance(placement, Shard):
         whole = plan.replicated(wanted)

@@ -362,7 +362,7 @@ class Watch:
         while not file.exists():
             if time.monotonic() > end:
                 hint = "ranks do not take the same steps, or one of them is stuck: look at its log."
-                raise PeerError(message("Another rank does not tell what it has computed.", hint=hint, file=file.name))
+                raise PeerError(message("Another rank did not report its results in time.", hint=hint, file=file.name))
             time.sleep(_WAIT_SECONDS)
         received = pickle.loads(file.read_bytes())
         file.unlink()
@@ -379,7 +379,8 @@ class Watch:
             )
             for i, each in enumerate(self._variables)
         }
-        finding = self._verified.first_difference([seen for _, seen, _ in replicas], held)
+        seen = self._step.joined_rows([seen for _, seen, _ in replicas], joined)
+        finding = self._verified.first_difference(seen, held)
         verified = self._verified
         record = {
             "step": self._number,
@@ -391,7 +392,7 @@ class Watch:
         }
         _write(self._asked.folder / f"told{self._number}-{self._runs}.json", json.dumps(record).encode())
         if finding is not None:
-            hint = "see what tfrep verify tells."
+            hint = "read the report of `tfrep verify`."
             raise TfrepError(message("A step differs from that of one device.", hint=hint, operation=finding.what))
 
 

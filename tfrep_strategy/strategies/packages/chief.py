@@ -87,8 +87,8 @@ def refuse_different_ends(what: str, end: str, error: str = "") -> None:
         descriptions = [": ".join(filter(None, each)) for each in zip(ends, errors, strict=True)]
         raise PeerError(
             message(
-                f"{what} has not ended alike on all ranks.",
-                hint=f"look at the error of the rank that has one. What only rank {other} has, such as a file, is a usual cause.",
+                f"{what} did not end in the same way on all ranks.",
+                hint="read the error of the rank that failed. A usual cause is a file that only some ranks have.",
                 rank_0=descriptions[0],
                 **{f"rank_{other}": descriptions[other]},
             )

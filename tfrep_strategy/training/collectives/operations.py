@@ -164,14 +164,14 @@ def _to_splits(splits: Any, size: int, tensor: tf.Tensor) -> tf.Tensor:
     if known is not None and rows is not None and (known.sum() != rows or known.min() < 0):
         raise ConfigurationError(
             message(
-                f"all_to_all on replica {replica_id()}: the splits are not all rows.",
+                f"all_to_all on replica {replica_id()}: the splits must be 0 or more and add up to all rows.",
                 hint="let the splits add up to the number of rows.",
                 rows=rows,
                 splits=known.tolist(),
             )
         )
     # Compared before anything is sent, so that replicas can continue if all are refused.
-    what = "all_to_all: the splits are not all rows; let them add up to the number of rows."
+    what = "all_to_all: the splits must be 0 or more and add up to all rows."
     checks = [tf.debugging.assert_equal(tf.reduce_sum(own), tf.shape(tensor)[0], what), tf.debugging.assert_non_negative(own, what)]
     with tf.control_dependencies([] if tf.executing_eagerly() else checks):
         return tf.ensure_shape(tf.identity(own), [size])

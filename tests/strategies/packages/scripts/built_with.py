@@ -32,7 +32,9 @@ def of_keras_hub_layouts():
     from keras import distribution
 
     devices = distribution.list_devices()
-    layouts = keras_hub.models.GemmaBackbone.get_layout_map(distribution.DeviceMesh((1, len(devices)), ["batch", "model"], devices))
+    split = min(2, len(devices))
+    mesh = distribution.DeviceMesh((len(devices) // split, split), ["batch", "model"], devices)
+    layouts = keras_hub.models.GemmaBackbone.get_layout_map(mesh)
     if len(devices) > 1:
         distribution.set_distribution(distribution.ModelParallel(layout_map=layouts, batch_dim_name="batch"))
     backbone = keras_hub.models.GemmaBackbone(
