@@ -98,6 +98,8 @@ def test_parts_of_weights() -> None:
     assert layouts["exact"]["weights"] == layouts["exact"]["gradients"] == held
     assert layouts["exact"]["optimizer"] == 2 * held + _SCALARS
     assert layouts["examples_of_replica"] == layouts["batch_size"] == 1024
+    done = _run("estimate", "-n", "4", _SCRIPT, "dense", "", "mesh")
+    assert "several replicas along both axes are not estimated. Received: replicas=4" in done.stderr
     done = _run("estimate", "-n", "1", _SCRIPT, "dense", "", "weights")
     assert "The script shards weights, of which one replica has all. Received: replicas=1" in done.stderr
 

@@ -78,8 +78,8 @@ def estimate(
         The numbers, in bytes, as `--json` prints them.
 
     Raises:
-        ConfigurationError: There is no such script, a number cannot be used, the script has traced no step, or it shards weights
-            and has one replica.
+        ConfigurationError: There is no such script, a number cannot be used, the script has traced no step, it shards weights
+            and has one replica, or its mesh has several replicas along both axes.
         TfrepError: The script has failed before.
 
     Example:
@@ -100,6 +100,11 @@ def estimate(
         # What the script prints is not the answer.
         done = subprocess.run(command, env=environ, stdout=sys.stderr.fileno(), check=False)
         found = json.loads(path.read_text("utf-8")) if path.exists() else None
+    if found and 1 < found.get("of_model", 1) < replicas:
+        hint = "estimate it on a mesh with one replica along an axis."
+        raise ConfigurationError(
+            message("Meshes with several replicas along both axes are not estimated.", hint, replicas=replicas)
+        )
     if found and "shards_weights" in found:
         raise ConfigurationError(
             message("The script shards weights, of which one replica has all.", hint="use --replicas 2 or more.", replicas=replicas)

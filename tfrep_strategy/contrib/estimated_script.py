@@ -84,8 +84,9 @@ def run(replicas: int, memory: int | None, result: Path, program: Sequence[str],
     def end(traced: OneDeviceTrace, batch: int | None) -> NoReturn:
         with tf.init_scope():
             rows = batch or _rows_of_fit(traced.strategy)
-            found: dict[str, Any] = {} if rows is None else {"shards_weights": True}
-            if rows is not None and (replicas > 1 or not traced.shards_weights):
+            of_model = traced.strategy.extended.model_size
+            found: dict[str, Any] = {} if rows is None else {"shards_weights": True, "of_model": of_model}
+            if rows is not None and (replicas > 1 or not traced.shards_weights) and of_model in (1, size):
                 found = Needs(traced, rows, replicas).report(memory)
         result.write_text(json.dumps(found and {"line": user_line(), **found}), "utf-8")
         sys.stdout.flush()
@@ -138,7 +139,7 @@ class Needs:
         plan = self._step.plan
         assert plan is not None, "steps are traced while they are heard of"
         extended = traced.strategy.extended
-        shares = 1 if extended.takes_whole_batch else replicas  # Layouts may leave each replica all rows of a batch.
+        shares = replicas // extended.model_size  # Layouts may leave each replica all rows of a batch.
         bucket = extended.bucket_bytes_for([])
         self._footprint = functools.cache(lambda rows: footprint(plan, self._step.graph, rows * shares, replicas, bucket))
         self._rows = -(-batch // shares)

@@ -25,12 +25,13 @@ elif setting == "weights":
     import tfrep_strategy as tfrep
 
     tfrep.MultiWorkerStrategy(shard_optimizer_state=True, shard_weights=True)
-elif setting == "layouts":
+elif setting in ("layouts", "mesh"):
     import tfrep_strategy as tfrep
 
     tfrep.enable_keras_distribution()
     devices = keras.distribution.list_devices()
-    layouts = keras.distribution.LayoutMap(keras.distribution.DeviceMesh((1, len(devices)), ["batch", "model"], devices))
+    shape = (1, len(devices)) if setting == "layouts" else (2, len(devices) // 2)
+    layouts = keras.distribution.LayoutMap(keras.distribution.DeviceMesh(shape, ["batch", "model"], devices))
     layouts["sequential/dense/kernel"], layouts["sequential/dense/bias"] = (None, "model"), ("model",)
     layouts["sequential/dense_1/kernel"] = ("model", None)
     keras.distribution.set_distribution(keras.distribution.ModelParallel(layout_map=layouts, batch_dim_name="batch"))
