@@ -34,7 +34,7 @@ def as_graph(program: Program, size: int, traced: Any) -> Any:
 
     Returns:
         A `FuncGraph` whose inputs are the arguments of the program. Its attribute `origin` has the traced operations by the names
-        of its own.
+        of the graph's.
 
     Raises:
         CannotPartitionError: The program calls a function that communicates by itself.

@@ -254,7 +254,7 @@ class ProcessExtended(SynchronousExtended, OneDeviceExtended):
         return transport
 
     def _own_of(self, groups: Sequence[Sequence[int]]) -> Communicator:
-        """Makes groups of ranks. All ranks call it, and each gets the communicator of its own."""
+        """Makes groups of ranks, and returns the communicator of the group that has this rank. All ranks call it."""
         made = [self._communicator.subgroup(ranks) for ranks in groups]
         return next(each for each in made if each is not None)
 

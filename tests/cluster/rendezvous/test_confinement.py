@@ -238,7 +238,9 @@ def test_a_port_is_held_for_those_who_know_it() -> None:
                 other.bind(("127.0.0.1", port))
         with socket.create_server(("", ports[0])), contextlib.closing(listening(ports[1])) as server, socket.socket() as client:
             client.connect(("127.0.0.1", ports[1]))
-            assert server.accept()[1][1] == client.getsockname()[1]
+            accepted, address = server.accept()
+            accepted.close()
+            assert address[1] == client.getsockname()[1]
         with confined(f"127.0.0.1:{ports[2]}", []), listening(ports[2]):
             assert reaches("127.0.0.1", ports[2])
     with socket.socket() as other:
