@@ -273,7 +273,7 @@ def test_unchecked_data_is_cut_as_if_it_were_the_same(worker_pool: Any) -> None:
     expected = model.evaluate(*[np.concatenate([u[:4], v[4:]]) for u, v in zip(a, b, strict=True)], verbose=0)
     for loss, refused in worker_pool("tf", 2).run(unchecked):
         assert loss == pytest.approx(expected, rel=1e-5)
-        assert refused.startswith("rank_data has no such value. Received: rank_data='shared'")
+        assert refused.startswith("rank_data cannot have this value. Received: rank_data='shared'")
 
 
 def drawn_in_pipelines(strategy: Any) -> list[float]:
