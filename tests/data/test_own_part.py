@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 from lanes import in_lane
 
 from tfrep_strategy.core.tf import dataset_kinds, parts_of_dataset
-from tfrep_strategy.data.agreement import Fingerprint, FirstBatch
+from tfrep_strategy.data.agreement import Agreement, Fingerprint, FirstBatch
 from tfrep_strategy.data.batches import shard
+from tfrep_strategy.data.distribution import LocalReplicas, distribute
 from tfrep_strategy.data.own_part import CutDataset, OwnReplicas, cut_low, seed_generator
+from tfrep_strategy.data.step_clock import StepClock
 from tfrep_strategy.keras_integration.internals import array_data_adapter
 
 Dataset = tf.data.Dataset
@@ -470,6 +472,17 @@ def test_the_first_batch_is_noted_where_it_is_cut(changed: int) -> None:
     assert noted[0].digest != noted[1].digest
     names = [leaf.name for leaf in noted[0].leaves]
     assert names == [f"row {row} of the first batch" for row in range(4)]
+
+
+def test_an_iterator_that_is_timed_compares_the_first_batch() -> None:
+    """Rank 0 alone times its steps. Every rank compares at its first batch."""
+    noted: list[Fingerprint] = []
+    replicas = LocalReplicas(0, ("/cpu:0",), Agreement(0, 1, lambda counts: counts, stop_together=False))
+    data = distribute(Dataset.range(8).batch(4), replicas, first_batch=FirstBatch(noted.append))
+    timed = StepClock().watching(iter(data))
+    assert not noted
+    assert sum(1 for _ in timed) == 2
+    assert len(noted) == 1
 
 
 _OF_EXAMPLES = ["map", "late", "parallel", "shuffle", "repeat", "take", "zip", "cache", "interleave"]

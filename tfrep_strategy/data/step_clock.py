@@ -108,6 +108,8 @@ class WatchedIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
         return self
 
     def __next__(self) -> Any:
+        if tf.executing_eagerly():  # Ranks compare their first batch there. One that is not watched does so, too.
+            return self._counted(self._iterator.__next__)
         try:
             return self.get_next()
         except tf.errors.OutOfRangeError:
@@ -115,10 +117,13 @@ class WatchedIterator(tf.__internal__.CompositeTensor, tf.distribute.Distributed
 
     def get_next(self) -> Any:
         """Returns the next batch; raises `tf.errors.OutOfRangeError` at the end of the data."""
+        return self._counted(self._iterator.get_next)
+
+    def _counted(self, read: Callable[[], Any]) -> Any:
         with tf.device(_HOST):
             start = tf.timestamp()
         with tf.control_dependencies([start]):
-            batch = self._iterator.get_next()
+            batch = read()
         self._clock.count_read(start, batch, tf.constant(1), _examples(batch))
         return batch
 
